@@ -1,0 +1,81 @@
+"""Every environment variable FlashGen reads, typed, in one place; read once, at import.
+
+The hot path never looks at the environment: what it needs was copied out of `SETTINGS` before.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from flashgen.errors import InvalidArgument
+
+MISS_POLICIES = ("default", "tune", "record", "error")
+
+
+def _user_dir(kind: str) -> Path:
+    import platformdirs
+
+    return Path(getattr(platformdirs, f"user_{kind}_dir")("flashgen", appauthor=False))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force; `variables()` lists the environment variable and the help of each."""
+
+    db: str = field(
+        default="", metadata={"env": "FLASHGEN_DB", "help": "record database: a path or an SQLAlchemy URL"}
+    )
+    cache: str = field(
+        default="", metadata={"env": "FLASHGEN_CACHE", "help": "folder of rendered and compiled kernels"}
+    )
+    on_miss: str = field(
+        default="default",
+        metadata={
+            "env": "FLASHGEN_ON_MISS",
+            "help": "a call without a tuned record: " + " | ".join(MISS_POLICIES),
+        },
+    )
+    target: str = field(
+        default="",
+        metadata={"env": "FLASHGEN_TARGET", "help": "pretend to be this GPU (offline work), see `doctor`"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.on_miss not in MISS_POLICIES:
+            raise InvalidArgument(
+                f"FLASHGEN_ON_MISS={self.on_miss!r} is not a miss policy; allowed: {', '.join(MISS_POLICIES)}"
+            )
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Reads each field's variable; unset or empty means the default."""
+        given = {f.name: os.environ.get(f.metadata["env"], "") for f in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value})
+
+    @staticmethod
+    def variables() -> list[tuple[str, str]]:
+        """(environment variable, one line of help) for every setting."""
+        return [(f.metadata["env"], f.metadata["help"]) for f in fields(Settings)]
+
+    def db_url(self) -> str:
+        """The SQLAlchemy URL of the record database."""
+        if "://" in self.db:
+            return self.db
+        path = Path(self.db).expanduser() if self.db else _user_dir("data") / "tuning.db"
+        return f"sqlite:///{path}"
+
+    def cache_dir(self) -> Path:
+        """Where rendered sources and compiled kernels are kept; it may not exist or be writable."""
+        return Path(self.cache).expanduser() if self.cache else _user_dir("cache")
+
+
+def data_folder(name: str) -> Path:
+    """The folder `templates` or `tuning_db`: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parent
+    shipped = package / f"_{name}"
+    return shipped if shipped.is_dir() else package.parent / name
+
+
+SETTINGS = Settings.from_environment()

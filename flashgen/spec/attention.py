@@ -1,0 +1,256 @@
+"""What is computed (`AttentionSpec`), at which sizes (`Workload`), and what only a call knows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flashgen.errors import InvalidArgument
+from flashgen.spec import masks
+from flashgen.spec.rule import Rule
+
+DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
+"""Input dtypes and their size in bytes."""
+
+OPS = ("fwd",)
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+FULL = masks.full().rule
+
+
+def head_dim_chunks(head_dim: int, minimum: int = 16) -> tuple[int, ...]:
+    """Power-of-two chunks that cover a head dim: 96 is (64, 32), 72 is (64, 16).
+
+    Tensor cores and descriptors want powers of two; only the last chunk is padded, to `minimum`.
+    """
+    chunks, rest = [], head_dim
+    while rest:
+        chunk = max(1 << (rest.bit_length() - 1), minimum)
+        chunks.append(chunk)
+        rest = max(rest - chunk, 0)
+    return tuple(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Everything that is compiled into a kernel, and nothing else.
+
+    Sizes, the number of heads and numeric mask parameters are runtime arguments and are not here.
+    """
+
+    head_dim: int
+    """Elements of a query and a key."""
+    head_dim_v: int
+    dtype: str
+    mask: Rule = FULL
+    score_mod: Rule | None = None
+    op: str = "fwd"
+    fp32_precision: str = "ieee"
+    """How fp32 inputs are multiplied: `ieee` or `tf32`; `ieee` for other dtypes."""
+    addressing: str = "dense"
+    return_lse: bool = False
+    positive_scale: bool = True
+    """The fast form folds the scale into exp2 after the row maximum, which needs scale > 0."""
+
+    def __post_init__(self) -> None:
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+                raise InvalidArgument(
+                    f"{name}={dim} is not served; allowed: multiples of {HEAD_DIM_STEP} "
+                    f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad the tensors to the next one"
+                )
+        if self.dtype not in DTYPES:
+            raise InvalidArgument(f"dtype={self.dtype!r} is not served; allowed: {', '.join(DTYPES)}")
+        if self.op not in OPS:
+            raise InvalidArgument(f"op={self.op!r} is not served; allowed: {', '.join(OPS)}")
+        if self.fp32_precision not in ("ieee", "tf32"):
+            raise InvalidArgument(f"fp32_precision={self.fp32_precision!r} must be 'ieee' or 'tf32'")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one input element."""
+        return DTYPES[self.dtype]
+
+    @property
+    def dtype_label(self) -> str:
+        """The dtype, and for fp32 how it is multiplied: `bf16`, `fp32`, `tf32`."""
+        return "tf32" if self.dtype == "fp32" and self.fp32_precision == "tf32" else self.dtype
+
+    @property
+    def dims_label(self) -> str:
+        """`d128`, or `d192v128` where values have another head dim."""
+        return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+
+    def tuned_as(self) -> AttentionSpec:
+        """The spec whose records serve this one: the LSE store and the sign of the scale move no optimum."""
+        if not self.return_lse and self.positive_scale:
+            return self
+        return replace(self, return_lse=False, positive_scale=True)
+
+    @property
+    def key(self) -> str:
+        """Readable text identity of `tuned_as()`, the look-up key of records."""
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        )
+        parts = [self.op, dims, self.dtype_label, self.addressing, f"mask[{self.mask.text}]"]
+        if self.score_mod is not None:
+            parts.append(f"score[{self.score_mod.text}]")
+        return " ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in records and manifests."""
+        return {
+            "op": self.op,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "dtype": self.dtype,
+            "fp32_precision": self.fp32_precision,
+            "addressing": self.addressing,
+            "return_lse": self.return_lse,
+            "positive_scale": self.positive_scale,
+            "mask": {"name": self.mask.name, "text": self.mask.text},
+            "score_mod": None
+            if self.score_mod is None
+            else {"name": self.score_mod.name, "text": self.score_mod.text},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> AttentionSpec:
+        """The inverse of `to_json`; expression text is parsed and checked, never executed."""
+        fields = dict(data)
+        fields["mask"] = Rule.parse("mask", data["mask"]["text"], name=data["mask"]["name"])
+        if data["score_mod"] is not None:
+            fields["score_mod"] = Rule.parse(
+                "score", data["score_mod"]["text"], name=data["score_mod"]["name"]
+            )
+        return cls(**fields)
+
+
+def length_code(length: int) -> int:
+    """Bucket of a size: 0 for 0, else 1 + ceil(log2(length)); 1 to 4096 makes 13 codes."""
+    return (length - 1).bit_length() + 1 if length else 0
+
+
+def _number_code(value: float) -> int:
+    """Bucket of a numeric parameter: its log2, rounded, with the sign kept apart."""
+    if value == 0:
+        return 0
+    return int(math.copysign(round(math.log2(abs(value))) + 64, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A spec with sizes: what is tuned, and what a call looks up."""
+
+    spec: AttentionSpec
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    params: tuple[tuple[str, float], ...] = ()
+    """Numeric parameters of the mask and score rule, in their order (window, cap)."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("q_len", "k_len"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 0")
+        if self.heads % self.kv_heads:
+            raise InvalidArgument(
+                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: "
+                "each key head serves a whole group of query heads"
+            )
+
+    def bucket(self) -> Bucket:
+        """The sizes rounded for look-up: lengths and batch to powers of two, heads exact."""
+        return Bucket(
+            length_code(self.batch),
+            self.heads,
+            self.kv_heads,
+            length_code(self.q_len),
+            length_code(self.k_len),
+            tuple(_number_code(value) for _, value in self.params),
+        )
+
+    @property
+    def name(self) -> str:
+        """Short and readable: `b4h32kv8q4096k4096`."""
+        params = "".join(f"_{name}{value:g}" for name, value in self.params)
+        return f"b{self.batch}h{self.heads}kv{self.kv_heads}q{self.q_len}k{self.k_len}{params}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As in records and manifests."""
+        return {
+            "spec": self.spec.to_json(),
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "q_len": self.q_len,
+            "k_len": self.k_len,
+            "params": dict(self.params),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Workload:
+        """The inverse of `to_json`."""
+        fields = dict(data)
+        fields["spec"] = AttentionSpec.from_json(data["spec"])
+        fields["params"] = tuple(data["params"].items())
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A workload's sizes as look-up codes; `distance` orders buckets of one spec."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    params: tuple[int, ...] = field(default=())
+
+    @property
+    def text(self) -> str:
+        """Readable text, as in the database: upper bounds of the rounded sizes, parameters by log2."""
+        sizes = [f"b{_bound(self.batch)}", f"h{self.heads}", f"kv{self.kv_heads}"]
+        sizes += [f"q{_bound(self.q_len)}", f"k{_bound(self.k_len)}"]
+        return " ".join([*sizes, *(f"p{code}" for code in self.params)])
+
+    def distance(self, other: Bucket) -> float:
+        """Sum of log2 ratios over the sizes; 0 for the same bucket."""
+        codes = [(self.batch, other.batch), (self.q_len, other.q_len), (self.k_len, other.k_len)]
+        codes += zip(self.params, other.params, strict=True)
+        heads = abs(math.log2(self.heads / other.heads)) + abs(math.log2(self.kv_heads / other.kv_heads))
+        return heads + sum(abs(a - b) for a, b in codes)
+
+
+def _bound(code: int) -> int:
+    return 1 << (code - 1) if code else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """What only a call knows of its tensors, and a kernel was or was not compiled for.
+
+    access:
+        `aligned`: every base address and every stride but the innermost is a multiple of 16 bytes,
+        the innermost stride is one element; `unit`: only the innermost stride is one;
+        `strided`: nothing is promised.
+    tma: descriptors can express the tensors (aligned, and no stride 0 along a real dimension).
+    wide: a product of an index and a stride can pass 2^31, so strides are 64-bit.
+    """
+
+    access: str = "aligned"
+    tma: bool = True
+    wide: bool = False
+
+    def __post_init__(self) -> None:
+        if self.access not in ("aligned", "unit", "strided"):
+            raise InvalidArgument(f"{self.access=} must be aligned, unit or strided")
+        if self.tma and self.access != "aligned":
+            raise InvalidArgument("tma needs aligned access")

@@ -1,0 +1,395 @@
+"""What a mask says about whole tiles of queries × keys.
+
+`classify` answers for one tile of any mask, by interval arithmetic: EMPTY, PARTIAL or FULL.
+
+`ranges` solves a mask once, symbolically: for a tile of queries, the few ranges of keys that can hold kept
+pairs, each with the part in which every pair is kept; or the same for a tile of keys. The kernel visits only
+these. What it cannot solve, such as documents, makes a range wider and its full part empty, never wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any, TypeAlias
+
+from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
+from flashgen.spec import interval
+from flashgen.spec.expr import Apply, Const, Expr, Symbol, make
+from flashgen.spec.interval import Interval
+from flashgen.spec.rule import Rule
+
+MAX_RANGES = 3
+"""Most ranges of a mask. With more alternatives they become one range around all, with no full part; lists
+of tiles will serve such masks."""
+MAX_CLAUSES = 64
+"""Most alternatives a mask is expanded to before it counts as unsolvable."""
+
+
+class TileClass(enum.Enum):
+    """Which pairs of a tile a mask keeps: none, some (or unknown), all."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+def classify(expr: Expr, q: tuple[int, int], k: tuple[int, int], env: Mapping[str, Any]) -> TileClass:
+    """What a mask keeps of one tile.
+
+    EMPTY and FULL are certain; PARTIAL also means that interval arithmetic cannot tell.
+
+    Args:
+        q: first and last `q_idx`, both included.
+        k: first and last `k_idx`, both included.
+        env: numbers or intervals for the other symbols and the parameters, tables for operands, as
+            `expr.bounds` takes them; q_len and k_len are needed for anything in `q_pos`.
+    """
+    tile = {**env, "q_idx": Interval(*q), "k_idx": Interval(*k)}
+    tile.pop("q_pos", None)
+    verdict = interval.truth(ex.bounds(expr, tile))
+    if verdict == interval.UNKNOWN:
+        return TileClass.PARTIAL
+    return TileClass.FULL if verdict == interval.TRUE else TileClass.EMPTY
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Half-open range of keys for a tile of queries (or of queries for a tile of keys), as expressions.
+
+    Rows of the tile run from the symbol `first` to `last`, included. Outside [lo, hi) every row drops every
+    key; inside [full_lo, full_hi) every row keeps every key. None is no limit on that side. Ranges may reach
+    beyond the sequence, be empty (lo >= hi) and overlap each other: `resolve` shows what to do about it.
+    A `last` past the last real row is allowed; it makes ranges wider and full parts narrower.
+    """
+
+    lo: Expr | None = None
+    hi: Expr | None = None
+    full_lo: Expr | None = None
+    full_hi: Expr | None = None
+    has_full: bool = True
+    """False if nothing is known to be kept throughout; then full_lo and full_hi mean nothing."""
+
+    def __str__(self) -> str:
+        def text(lo: Expr | None, hi: Expr | None) -> str:
+            shown = ["" if side is None else ex.to_text(side) for side in (lo, hi)]
+            return f"[{shown[0]} : {shown[1]})"
+
+        full = text(self.full_lo, self.full_hi) if self.has_full else "none"
+        return f"{text(self.lo, self.hi)} full {full}"
+
+
+EVERYTHING = Range(has_full=False)
+
+
+@lru_cache(maxsize=1024)
+def ranges(rule: Rule, axis: str) -> tuple[Range, ...]:
+    """At most `MAX_RANGES` ranges that hold every pair a mask can keep; none if it keeps nothing.
+
+    The mask is brought into disjunctive normal form, one range for each alternative, and alternatives that
+    share a side are joined. An atom is solved if it is an integer comparison, linear in q_idx and k_idx with
+    a coefficient of 1 or -1 for the one on `axis`, or free of the one on `axis`. Everything in the bounds is
+    the same for the whole tile: `first`, `last`, q_len, k_len, batch, head, kv_head, parameters, and operands
+    read by those.
+
+    Args:
+        rule: a mask.
+        axis: `k` for ranges of keys, with a tile of queries from `first` to `last` in units of q_idx;
+            `q` for ranges of queries, with a tile of keys.
+    """
+    if axis not in ("q", "k"):
+        raise InvalidArgument(f"{axis=} must be 'q' or 'k'")
+    clauses = _Solver(rule, axis).clauses(ex.substitute(rule.expr, {Symbol("q_pos"): ex.Q_POS}), True)
+    if clauses is None:
+        return (EVERYTHING,)
+    solver = _Solver(rule, axis)
+    found = _merged([reduce(_intersection, map(solver.atom, clause), Range()) for clause in clauses])
+    if len(found) > MAX_RANGES:
+        lo, hi = _outer("min", [each.lo for each in found]), _outer("max", [each.hi for each in found])
+        return (Range(lo, hi, has_full=False),)
+    return tuple(sorted(found, key=lambda each: each.lo is not None))
+
+
+def resolve(
+    ranges: Sequence[Range], env: Mapping[str, Any], block: int, length: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """The ranges of one tile as numbers; generated kernels do this same arithmetic.
+
+    Returns (lo, full_lo, full_hi, hi) for each range, lo <= full_lo <= full_hi <= hi, all multiples of
+    `block`, none overlapping. The kernel masks elements in [lo, full_lo) and [full_hi, hi), and none in
+    between. `hi` may be past `length` by less than a block; the tile that reaches past it is never full.
+
+    1. Clamp all four to [0, length], which also spares dividing negative numbers.
+    2. Align lo down and hi up, full_lo up and full_hi down to whole tiles; where hi <= lo before that, the
+       range is empty and hi becomes the aligned lo.
+    3. Order by lo: the first range of `ranges` already is first if its lo is None.
+    4. Start each range no earlier than the furthest end before it, and bring full_lo and full_hi between lo
+       and hi. What is skipped has been visited: the range that ends there starts at or before this one.
+
+    Args:
+        ranges: from `ranges`.
+        env: numbers for first, last, q_len, k_len and whatever else the bounds read.
+        block: tile size along the axis.
+        length: length of the sequence along the axis.
+    """
+
+    def clamped(bound: Expr | None, default: int) -> int:
+        return default if bound is None else max(0, min(ex.evaluate(bound, env), length))
+
+    tiles = []
+    for each in ranges:
+        lo, hi = clamped(each.lo, 0), clamped(each.hi, length)
+        empty = hi <= lo
+        lo = lo // block * block
+        hi = lo if empty else -(-hi // block) * block
+        full_lo = full_hi = lo
+        if each.has_full:
+            full_lo = -(-clamped(each.full_lo, 0) // block) * block
+            full_hi = clamped(each.full_hi, length) // block * block
+        tiles.append((lo, full_lo, full_hi, hi))
+    tiles.sort(key=lambda tile: tile[0])
+
+    disjoint = []
+    end = 0
+    for lo, full_lo, full_hi, hi in tiles:
+        lo = max(lo, end)
+        hi = end = max(hi, lo)
+        full_lo = min(max(full_lo, lo), hi)
+        full_hi = min(max(full_hi, full_lo), hi)
+        disjoint.append((lo, full_lo, full_hi, hi))
+    return tuple(disjoint)
+
+
+# Solving
+
+Clause: TypeAlias = tuple[Expr, ...]
+"""Atoms that must all hold; no atom is & or |."""
+Linear: TypeAlias = dict[Expr, int]
+"""A sum of terms with integer factors; the constant is the factor of `ex.ONE`."""
+
+FIRST, LAST = Symbol("first"), Symbol("last")
+_OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+
+
+@dataclass(frozen=True, slots=True)
+class _Solver:
+    rule: Rule
+    axis: str
+
+    @property
+    def along(self) -> Symbol:
+        """The index that the ranges are of."""
+        return Symbol(f"{self.axis}_idx")
+
+    @property
+    def across(self) -> Symbol:
+        """The index that runs from first to last."""
+        return Symbol("k_idx" if self.axis == "q" else "q_idx")
+
+    def clauses(self, expr: Expr, wanted: bool) -> list[Clause] | None:
+        """Alternatives of which one holds exactly where `expr` is `wanted`; None if there are too many."""
+        if isinstance(expr, Const):
+            return [()] if expr.value is wanted else []
+        if isinstance(expr, Apply):
+            if expr.op == "~":
+                return self.clauses(expr.args[0], not wanted)
+            if expr.op in ("&", "|"):
+                left, right = (self.clauses(arg, wanted) for arg in expr.args)
+                return _both(left, right) if (expr.op == "&") == wanted else _either(left, right)
+            if expr.op == "where":
+                condition, then, otherwise = expr.args
+                return _either(
+                    _both(self.clauses(condition, True), self.clauses(then, wanted)),
+                    _both(self.clauses(condition, False), self.clauses(otherwise, wanted)),
+                )
+            linear = self.compared(expr)
+            if linear is not None:
+                op = expr.op if wanted else _OPPOSITE[expr.op]
+                if op == "!=" and self.along in linear:
+                    return [(Apply("<", expr.args),), (Apply(">", expr.args),)]
+                return [(Apply(op, expr.args),)]
+        return [(expr if wanted else make("~", expr),)]
+
+    def compared(self, atom: Expr) -> Linear | None:
+        """For a comparison of linear integer expressions, its left side minus its right side."""
+        if not isinstance(atom, Apply) or atom.op not in _OPPOSITE:
+            return None
+        left, right = (self.linear(arg) for arg in atom.args)
+        return None if left is None or right is None else _sum(left, right, -1)
+
+    def linear(self, expr: Expr) -> Linear | None:
+        """`expr` as a sum; its terms are q_idx, k_idx and integer expressions without them."""
+        if ex.result_type(expr, self.rule.types) != "int":
+            return None
+        if isinstance(expr, Const):
+            return {ex.ONE: int(expr.value)} if expr.value else {}
+        if expr in (self.along, self.across):
+            return {expr: 1}
+        if isinstance(expr, Apply) and expr.op in ("+", "-", "*", "neg"):
+            left = self.linear(expr.args[0]) if len(expr.args) == 2 else {}
+            right = self.linear(expr.args[-1])
+            if left is not None and right is not None:
+                if expr.op != "*":
+                    return _sum(left, right, 1 if expr.op == "+" else -1)
+                for number, other in ((left, right), (right, left)):
+                    if number.keys() <= {ex.ONE}:
+                        return _sum({}, other, number.get(ex.ONE, 0))
+        return {expr: 1} if self.is_uniform(expr) else None
+
+    def is_uniform(self, expr: Expr) -> bool:
+        """Whether `expr` is the same for all pairs of a tile."""
+        return not ex.free_symbols(expr) & {"q_idx", "k_idx"}
+
+    def atom(self, atom: Expr) -> Range:
+        """The range in which one atom holds for some row of the tile, and for all."""
+        linear = self.compared(atom)
+        if linear is None:
+            return self.switched(atom, atom) if self.is_uniform(atom) else EVERYTHING
+        assert isinstance(atom, Apply)
+        factor = linear.pop(self.along, 0)
+        if factor == 0:
+            return self.condition(atom.op, linear)
+        if abs(factor) != 1:
+            return EVERYTHING
+        # along + rest op 0, so along op -rest; of -rest, the smallest and the largest over the tile's rows.
+        op = atom.op if factor > 0 else _MIRRORED[atom.op]
+        least, most = self.extremes(_sum({}, linear, -factor))
+        if op in (">", ">="):
+            shift = op == ">"
+            return Range(lo=_text(least, shift), full_lo=_text(most, shift))
+        if op in ("<", "<="):
+            shift = op == "<="
+            return Range(hi=_text(most, shift), full_hi=_text(least, shift))
+        return Range(_text(least), _text(most, 1), _text(most), _text(least, 1))
+
+    def extremes(self, linear: Linear) -> tuple[Linear, Linear]:
+        """The smallest and the largest value of a sum without `along`, over the rows of the tile."""
+        factor = linear.get(self.across, 0)
+        first, last = (
+            {row if term == self.across else term: number for term, number in linear.items()}
+            for row in (FIRST, LAST)
+        )
+        return (first, last) if factor >= 0 else (last, first)
+
+    def condition(self, op: str, linear: Linear) -> Range:
+        """The range of an atom without `along`: all or nothing, as `linear op 0` holds for a row or not."""
+        least, most = self.extremes(linear)
+        if op in ("<", "<="):
+            return self.switched(_against_zero(op, least), _against_zero(op, most))
+        if op in (">", ">="):
+            return self.switched(_against_zero(op, most), _against_zero(op, least))
+        inside = make("&", _against_zero("<=", least), _against_zero(">=", most))
+        pinned = make("&", _against_zero(">=", least), _against_zero("<=", most))
+        if op == "==":
+            return self.switched(inside, pinned)
+        return self.switched(make("~", pinned), make("~", inside))
+
+    def switched(self, some: Expr, all_: Expr) -> Range:
+        """Everything if the condition `some` holds, full if `all_` does: a start of 0, or else of the end."""
+        end = Symbol(f"{self.axis}_len")
+
+        def start(condition: Expr) -> Expr | None:
+            return None if condition == ex.TRUE else make("where", condition, ex.ZERO, end)
+
+        return Range(lo=start(some), full_lo=start(all_))
+
+
+def _either(left: list[Clause] | None, right: list[Clause] | None) -> list[Clause] | None:
+    return None if left is None or right is None else _absorbed([*left, *right])
+
+
+def _both(left: list[Clause] | None, right: list[Clause] | None) -> list[Clause] | None:
+    if left == [] or right == []:
+        return []
+    if left is None or right is None:
+        return None
+    return _absorbed([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+
+
+def _absorbed(clauses: list[Clause]) -> list[Clause] | None:
+    """`clauses` without those that ask for more than another one does."""
+    kept: list[Clause] = []
+    for clause in sorted(dict.fromkeys(clauses), key=len):
+        if not any(set(other) <= set(clause) for other in kept):
+            kept.append(clause)
+    kept.sort(key=clauses.index)
+    return kept if len(kept) <= MAX_CLAUSES else None
+
+
+def _sum(left: Linear, right: Linear, factor: int) -> Linear:
+    """left + factor * right, without terms of factor 0."""
+    total = dict(left)
+    for term, number in right.items():
+        total[term] = total.get(term, 0) + factor * number
+    return {term: number for term, number in total.items() if number}
+
+
+def _text(linear: Linear, shift: int = 0) -> Expr:
+    """The sum plus `shift` as an expression: the tile's row, then lengths, the rest, and the constant."""
+
+    def place(item: tuple[Expr, int]) -> tuple[bool, ...]:
+        term, factor = item
+        return (term == ex.ONE, term not in (FIRST, LAST), not isinstance(term, Symbol), factor < 0)
+
+    total: Expr = ex.ZERO
+    for term, factor in sorted(_sum(linear, {ex.ONE: 1}, shift).items(), key=place):
+        total = make("+" if factor > 0 else "-", total, make("*", ex.number(abs(factor)), term))
+    return total
+
+
+def _against_zero(op: str, linear: Linear) -> Expr:
+    """`linear op 0`, with what is subtracted brought to the other side."""
+    return make(
+        op,
+        _text({term: number for term, number in linear.items() if number > 0}),
+        _text({term: -number for term, number in linear.items() if number < 0}),
+    )
+
+
+def _inner(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
+    """The tighter of some bounds, by `max` for lower and `min` for upper ones; None is no bound."""
+    some = [bound for bound in dict.fromkeys(bounds) if bound is not None]
+    return reduce(lambda a, b: make(op, a, b), some) if some else None
+
+
+def _outer(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
+    """The wider of some bounds, by `min` for lower and `max` for upper ones; None is no bound."""
+    return None if None in bounds else _inner(op, bounds)
+
+
+def _intersection(a: Range, b: Range) -> Range:
+    lo, hi = _inner("max", (a.lo, b.lo)), _inner("min", (a.hi, b.hi))
+    if not (a.has_full and b.has_full):
+        return Range(lo, hi, has_full=False)
+    return Range(lo, hi, _inner("max", (a.full_lo, b.full_lo)), _inner("min", (a.full_hi, b.full_hi)))
+
+
+def _union(a: Range, b: Range) -> Range | None:
+    """Both ranges as one, where that is exact: they start or end alike, and so do their full parts."""
+    comparable = a.has_full and b.has_full
+    if a.lo == b.lo and (not comparable or a.full_lo == b.full_lo):
+        lo, hi = a.lo, _outer("max", (a.hi, b.hi))
+    elif a.hi == b.hi and (not comparable or a.full_hi == b.full_hi):
+        lo, hi = _outer("min", (a.lo, b.lo)), a.hi
+    else:
+        return None
+    if not comparable:
+        full = a if a.has_full else b
+        return Range(lo, hi, full.full_lo, full.full_hi, full.has_full)
+    if a.lo == b.lo and a.full_lo == b.full_lo:
+        return Range(lo, hi, a.full_lo, _outer("max", (a.full_hi, b.full_hi)))
+    return Range(lo, hi, _outer("min", (a.full_lo, b.full_lo)), a.full_hi)
+
+
+def _merged(found: list[Range]) -> list[Range]:
+    """The ranges with all pairs joined that `_union` can join."""
+    for i, a in enumerate(found):
+        for j in range(i + 1, len(found)):
+            joined = _union(a, found[j])
+            if joined is not None:
+                return _merged([*found[:i], joined, *found[i + 1 : j], *found[j + 1 :]])
+    return found

@@ -1,0 +1,236 @@
+"""Masks and rules: text, identity, combination."""
+
+import pickle
+
+import pytest
+import torch
+
+from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.spec import masks
+from flashgen.spec.expr import Apply, Symbol
+from flashgen.spec.masks import MASKS, Mask, causal, full, key_padding, parse_mask, sliding_window
+from flashgen.spec.rule import MAX_NAME, Operand, Rule, join
+
+LENGTHS = torch.tensor([3, 4], dtype=torch.int32)
+SAMPLES = [mask for entry in MASKS.values() for mask in entry.examples()]
+COMBINED = [
+    "causal & sliding_window(1023, 0)",
+    "~causal",
+    "causal & key_padding",
+    "(causal | sliding_window(5, 5)) & ~key_padding",
+    "sliding_window(1, 2) | sliding_window(3, 4) | sliding_window(5, None)",
+    'causal(align="top_left") & key_padding("keep")',
+    "~(causal & key_padding) | ~full",
+    "~full",
+]
+TEXTS = [mask.describe() for mask in SAMPLES] + COMBINED
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_mask_is_read_back_from_its_description_and_its_rule_from_its_text(text):
+    mask = parse_mask(text)
+    assert parse_mask(mask.describe()) == mask
+    again = Rule.parse("mask", mask.rule.text)
+    assert again == mask.rule and hash(again) == hash(mask.rule)
+    for part in ("params", "operands", "expr"):
+        assert getattr(again, part) == getattr(mask.rule, part)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "name"),
+    [
+        ("full", "True", "full"),
+        ("causal", "q_pos >= k_idx", "causal"),
+        ('causal("top_left")', "q_idx >= k_idx", "causal_top_left"),
+        (
+            "sliding_window(4, 2)",
+            "(q_pos - k_idx <= left) & (k_idx - q_pos <= right) where left: i32, right: i32",
+            "sliding_window",
+        ),
+        ("sliding_window(4, None)", "q_pos - k_idx <= left where left: i32", "sliding_window_left"),
+        ("sliding_window(None, 0)", "k_idx - q_pos <= right where right: i32", "sliding_window_right"),
+        ("sliding_window(None, None)", "True", "full"),
+        ("key_padding", "k_idx < key_lengths[batch] where key_lengths: i32", "key_padding"),
+        ("key_padding('keep')", "key_keep[batch, k_idx] where key_keep: i1", "key_keep"),
+        (
+            "causal & sliding_window(4, 2)",
+            "(q_pos >= k_idx) & (q_pos - k_idx <= left) & (k_idx - q_pos <= right) "
+            "where left: i32, right: i32",
+            "causal_and_sliding_window",
+        ),
+        (
+            "sliding_window(1, None) | sliding_window(2, None) | sliding_window(3, None)",
+            "(q_pos - k_idx <= left) | (q_pos - k_idx <= left_1) | (q_pos - k_idx <= left_2) "
+            "where left: i32, left_1: i32, left_2: i32",
+            "sliding_window_left_or_sliding_window_left_or_sliding_w",
+        ),
+        ("~(causal & key_padding)", None, "not_causal_and_key_padding"),
+    ],
+)
+def test_canonical_rules(text, rule, name):
+    mask = parse_mask(text)
+    assert rule is None or mask.rule.text == rule
+    assert mask.rule.name == name or mask.rule.name.startswith(name + "_")
+    assert len(mask.rule.name) <= MAX_NAME and mask.rule.name.isidentifier()
+
+
+def test_values_and_tensors_follow_the_rule():
+    combined = sliding_window(1, 2) & key_padding(LENGTHS) & sliding_window(3, None)
+    assert combined.rule.params == (("left", "i32"), ("right", "i32"), ("left_1", "i32"))
+    assert combined.values == (1, 2, 3)
+    assert combined.rule.operands == (Operand("key_lengths", "i32", 1),)
+    assert combined.tensors == (LENGTHS,) and combined.missing == ()
+    renamed = join("|", sliding_window(1, 2).rule, sliding_window(3, 4).rule).renamed
+    assert renamed == (("left", "left_1"), ("right", "right_1"))
+
+
+def test_equality_is_of_rule_values_and_the_very_tensors():
+    assert causal() == causal() != causal("top_left")
+    assert sliding_window(1, 2) == sliding_window(1, 2) != sliding_window(1, 3)
+    assert hash(sliding_window(1, 2)) == hash(sliding_window(1, 2))
+    assert sliding_window(1, 2).rule is sliding_window(3, 4).rule
+    assert key_padding(LENGTHS) == key_padding(LENGTHS) != key_padding(LENGTHS.clone())
+    assert (causal() & sliding_window(1, 2)) & sliding_window(3, 4) == causal() & (
+        sliding_window(1, 2) & sliding_window(3, 4)
+    )
+    assert causal() != "causal"
+
+
+def test_names_are_no_part_of_identity():
+    text = "q_pos >= k_idx"
+    assert Rule.parse("mask", text, name="something") == causal().rule
+    assert Rule.parse("mask", text).name.startswith("rule_")
+    assert causal().rule.with_name("mine").name == "mine"
+
+
+def test_combinations_that_say_nothing_new_are_dropped():
+    nothing = ~full()
+    window = sliding_window(1, 2)
+    assert full() & window == window & full() == window
+    assert full() | window == window | full() == full()
+    assert nothing | window == window | nothing == window
+    assert nothing & window == window & nothing == nothing
+    assert causal() & causal() == causal() | causal() == ~~causal() == causal()
+    assert ~~(causal() & window) == causal() & window
+
+
+def test_combining_is_remembered():
+    assert (causal() & sliding_window(1, 2)).rule is (causal() & sliding_window(3, 4)).rule
+    assert (~causal()).rule is (~causal()).rule
+
+
+def test_a_rule_survives_pickling_with_a_hash_that_fits_the_process():
+    for mask in SAMPLES:
+        again = pickle.loads(pickle.dumps(mask))
+        assert again.rule == mask.rule and again.rule.name == mask.rule.name and again.values == mask.values
+        assert again.rule in {mask.rule: None}
+
+
+def test_padding_reads_dtype_and_shape():
+    assert key_padding(LENGTHS.long()).rule.operands == (Operand("key_lengths", "i64", 1),)
+    assert key_padding(torch.ones(2, 5, dtype=torch.bool)).rule.operands == (Operand("key_keep", "i1", 2),)
+    keep = torch.ones(2, dtype=torch.bool)
+    for wrong in (torch.ones(2), LENGTHS[None], keep, LENGTHS.short(), [3, 4], "keys"):
+        with pytest.raises(InvalidArgument):
+            key_padding(wrong)
+
+
+def test_tensors_can_be_bound_later():
+    mask = parse_mask("causal & key_padding")
+    assert [operand.name for operand in mask.missing] == ["key_lengths"]
+    assert mask.bind(LENGTHS) == causal() & key_padding(LENGTHS)
+    for wrong in ((), (LENGTHS, LENGTHS), (LENGTHS.long(),), (LENGTHS[None],)):
+        with pytest.raises(InvalidArgument):
+            mask.bind(*wrong)
+
+
+def test_windows_are_checked():
+    assert sliding_window(masks.UNLIMITED, 3) == sliding_window(None, 3)
+    assert sliding_window(masks.UNLIMITED - 1, None).values == (masks.UNLIMITED - 1,)
+    assert sliding_window(torch.tensor(3), 0).values == (3, 0)
+    for wrong in (-1, 1.5, True, "3"):
+        with pytest.raises(InvalidArgument, match="right="):
+            sliding_window(0, wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("cusal", "known: causal, full, key_padding, sliding_window"),
+        ("causal(1, 2)", "causal(align='bottom_right')"),
+        ("causal('left')", "'bottom_right' or 'top_left'"),
+        ("sliding_window(1)", "sliding_window(left, right)"),
+        ("sliding_window(-1, 0)", "0 or more"),
+        ("sliding_window(x, 0)", "'x'"),
+        ("sliding_window(**{'left': 1})", "{'left': 1}"),
+        ("causal + causal", "causal & sliding_window(1023, 0)"),
+        ("causal.rule", "causal & sliding_window(1023, 0)"),
+        ("key_padding([3, 4])", "[3, 4]"),
+        ("", "causal & sliding_window(1023, 0)"),
+        ("(causal", "causal & sliding_window(1023, 0)"),
+    ],
+)
+def test_refused_mask_text_says_what_is_allowed(text, hint):
+    with pytest.raises(InvalidArgument) as refusal:
+        parse_mask(text)
+    assert hint in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "hint"),
+    [
+        ("masks", "True", "known: mask, score"),
+        ("mask", "score > 3", "score rules only"),
+        ("mask", "q_idx", "a mask rule gives a bool"),
+        ("score", "score > 1", "a score rule gives a number"),
+        ("mask", "k_idx < a", "unknown name"),
+        ("mask", "k_idx < a where a: f64", "known: f32, i32"),
+        ("mask", "k_idx < 3 & q_idx < 3", "(a <= b) & (b < c)"),
+        ("mask", "k_idx & q_idx < 3", "in parentheses"),
+        ("mask", "k_idx < a[batch] where a: fp64", "known: bf16"),
+        ("mask", "k_idx < a where a: i32, b: i32", "declared but not used"),
+        ("mask", "k_idx < a[batch] + a where a: i32", "'a'"),
+        ("mask", "k_idx < a[batch] + a[batch, head] where a: i32", "one index per dimension"),
+        ("mask", "k_idx < a where a: i32, a: i32", "declared twice"),
+        ("mask", "k_idx < a where a", "write one like left: i32"),
+        ("mask", "k_idx < a where a: i32 where a: i32", "more than one"),
+        ("mask", "k_idx < batch where batch: i32", "no symbol"),
+        ("mask", "k_idx < first where first: i32", "no symbol"),
+        ("mask", "k_idx < A where A: i32", "lower-case"),
+    ],
+)
+def test_refused_rule_text_says_what_is_wrong(kind, text, hint):
+    with pytest.raises(InvalidArgument) as refusal:
+        Rule.parse(kind, text)
+    assert hint in str(refusal.value)
+
+
+def test_a_mask_checks_that_it_is_complete():
+    with pytest.raises(UnknownName, match="first"):
+        Rule("mask", Apply("<", (Symbol("first"), Symbol("k_idx"))))
+    with pytest.raises(InvalidArgument, match="takes 2 values"):
+        Mask(sliding_window(1, 2).rule, (1,))
+    with pytest.raises(InvalidArgument, match="score rule"):
+        Mask(Rule.parse("score", "score * 2"))
+    with pytest.raises(InvalidArgument, match="lower-case"):
+        causal().rule.with_name("Not an identifier")
+    with pytest.raises(TypeError):
+        causal() & "causal"
+
+
+def test_rules_without_a_form_describe_themselves_by_text():
+    rule = Rule.parse("mask", "k_idx < prefix where prefix: i32", name="prefix")
+    assert Mask(rule, (5,)).describe() == "k_idx < prefix with prefix=5"
+    assert str(Mask(rule, (5,)) | causal()) == "(k_idx < prefix) | (q_pos >= k_idx) with prefix=5"
+
+
+def test_very_deep_combinations_are_refused():
+    mask = sliding_window(1, 2)
+    with pytest.raises(InvalidArgument, match="combine fewer"):
+        for _ in range(100):
+            mask = mask & sliding_window(1, 2) if len(mask.values) % 4 else mask | sliding_window(1, 2)
+
+
+def test_unknown_names_have_their_own_error():
+    with pytest.raises(UnknownName):
+        parse_mask("windows(3)")

@@ -1,0 +1,279 @@
+"""Tile classification and key and query ranges, against every single pair.
+
+A tile that holds a kept pair must be visited, and what is called full must be full: one mistake here is a
+wrong result of every kernel.
+"""
+
+import random
+
+import pytest
+import torch
+
+from flashgen.build.reference import TORCH_FUNCTIONS
+from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
+from flashgen.spec import tiles
+from flashgen.spec.masks import MASKS, Mask, parse_mask
+from flashgen.spec.rule import Rule
+from flashgen.spec.tiles import TileClass, classify, ranges, resolve
+
+BATCH, HEADS = 2, 2
+MAX_LEN = 40
+
+RULES = [
+    "k_idx < p where p: i32",
+    "(k_idx < p) | (q_pos >= k_idx) where p: i32",
+    "k_idx == q_idx",
+    "k_idx != q_pos",
+    "q_idx < p where p: i32",
+    "q_idx - k_idx > p where p: i32",
+    "p < q_idx where p: i32",
+    "q_idx + k_idx <= p where p: i32",
+    "2 * q_idx - 3 >= k_idx - p where p: i32",
+    "3 * k_idx < 2 * q_idx + p where p: i32",
+    "2 * q_idx == p where p: i32",
+    "2 * q_idx != p where p: i32",
+    "k_idx // 3 == q_idx // 3",
+    "k_idx % 4 < 2",
+    "abs(q_pos - k_idx) <= p where p: i32",
+    "k_idx <= max(p, q_len // 2) where p: i32",
+    "k_idx <= 1.5 * q_idx",
+    "x < 0.5 where x: f32",
+    "flags[head]  where flags: i1",
+    "where(flags[head], k_idx <= q_idx, k_idx >= q_idx) where flags: i1",
+    "q_pos - k_idx <= sizes[head] where sizes: i32",
+    "ids[batch, q_idx] == ids[batch, k_idx] where ids: i32",
+    "key_keep[batch, q_idx] where key_keep: i1",
+]
+"""Forms of masks that the table does not have, solvable and not."""
+
+
+def random_mask(rng: random.Random, depth: int) -> Mask:
+    """A combination of at most 2 ** depth masks."""
+    if depth and rng.random() < 0.75:
+        left, right = random_mask(rng, depth - 1), random_mask(rng, depth - 1)
+        mask = left & right if rng.random() < 0.5 else left | right
+        return ~mask if rng.random() < 0.25 else mask
+    if rng.random() < 0.4:
+        rule = Rule.parse("mask", rng.choice(RULES))
+        values = [rng.randint(-3, 30) if type_ == "i32" else rng.random() for _, type_ in rule.params]
+        return Mask(rule, tuple(values), (None,) * len(rule.operands))
+    size = rng.choice((0, 1, rng.randint(0, 30)))
+    other = rng.choice((0, rng.randint(0, 30), None))
+    texts = ["full", "causal", "causal('top_left')", f"sliding_window({size}, {other})"]
+    texts += [f"sliding_window({other}, {size})", "key_padding", "key_padding('keep')"]
+    mask = parse_mask(rng.choice(texts))
+    return ~mask if rng.random() < 0.25 else mask
+
+
+class Case:
+    """A mask with random sizes and operands, and every pair it keeps."""
+
+    def __init__(self, mask: Mask, rng: random.Random) -> None:
+        self.mask = mask
+        self.q_len, self.k_len = (rng.choice((1, rng.randint(1, MAX_LEN))) for _ in "qk")
+        longest = max(self.q_len, self.k_len)
+        invented = {
+            "key_lengths": lambda: [rng.randint(0, self.k_len) for _ in range(BATCH)],
+            "sizes": lambda: [rng.randint(-2, 20) for _ in range(HEADS)],
+            "flags": lambda: [rng.random() < 0.5 for _ in range(HEADS)],
+            "ids": lambda: [sorted(rng.randint(0, 3) for _ in range(longest)) for _ in range(BATCH)],
+            "key_keep": lambda: [[rng.random() < 0.7 for _ in range(longest)] for _ in range(BATCH)],
+        }
+        self.env = {"q_len": self.q_len, "k_len": self.k_len, "batch": rng.randrange(BATCH)}
+        self.env |= {"head": rng.randrange(HEADS), "kv_head": 0}
+        self.env |= {name: value for (name, _), value in zip(mask.rule.params, mask.values, strict=True)}
+        for operand in mask.rule.operands:
+            self.env[operand.name] = invented[operand.name.rstrip("_0123456789")]()
+        on_tensors = {
+            name: torch.tensor(value) if isinstance(value, list) else value
+            for name, value in self.env.items()
+        }
+        on_tensors |= {"q_idx": torch.arange(self.q_len)[:, None], "k_idx": torch.arange(self.k_len)}
+        keep = torch.as_tensor(ex.evaluate(mask.rule.expr, on_tensors, TORCH_FUNCTIONS))
+        self.keep = keep.expand(self.q_len, self.k_len)
+
+    def __str__(self) -> str:
+        return f"{self.mask} with {self.env}"
+
+    def visits(self, axis: str, block_across: int, block: int):
+        """For each tile of rows across: what `resolve` says, and the pairs, (rows of the tile, along)."""
+        pairs = self.keep if axis == "k" else self.keep.T
+        found = ranges(self.mask.rule, axis)
+        for first in range(0, len(pairs), block_across):
+            last = min(first + block_across, len(pairs)) - 1
+            env = {**self.env, "first": first, "last": last}
+            yield resolve(found, env, block, pairs.shape[1]), pairs[first : last + 1]
+
+    def check_ranges(self, axis: str, block_across: int, block: int, slack: int | None = None) -> None:
+        for resolved, pairs in self.visits(axis, block_across, block):
+            told = f"{self}, {axis=} {block_across=} {block=}: {resolved}"
+            visited = torch.zeros(pairs.shape[1] + block, dtype=torch.bool)
+            for lo, full_lo, full_hi, hi in resolved:
+                assert 0 <= lo <= full_lo <= full_hi <= hi, told
+                assert not any(side % block for side in (lo, full_lo, full_hi, hi)), told
+                assert not visited[lo:hi].any(), f"visited twice: {told}"
+                visited[lo:hi] = True
+                assert full_lo == full_hi or full_hi <= pairs.shape[1], f"full beyond the end: {told}"
+                assert pairs[:, full_lo:full_hi].all(), f"called full but is not: {told}"
+            needed = pairs.any(0)
+            assert not (needed & ~visited[: len(needed)]).any(), f"visits too few: {told}"
+            if slack is not None:
+                blocks = [piece.any() for piece in needed.split(block)]
+                visited_blocks = sum((hi - lo) // block for lo, _, _, hi in resolved)
+                assert visited_blocks <= sum(blocks) + slack * len(resolved), f"visits too many: {told}"
+
+    def check_classes(self, block_q: int, block_k: int, exact: bool) -> None:
+        for q in range(0, self.q_len, block_q):
+            for k in range(0, self.k_len, block_k):
+                pairs = self.keep[q : q + block_q, k : k + block_k]
+                q_last, k_last = q + pairs.shape[0] - 1, k + pairs.shape[1] - 1
+                found = classify(self.mask.rule.expr, (q, q_last), (k, k_last), self.env)
+                truth = (
+                    TileClass.FULL if pairs.all() else TileClass.PARTIAL if pairs.any() else TileClass.EMPTY
+                )
+                allowed = {truth} if exact else {truth, TileClass.PARTIAL}
+                assert found in allowed, f"{self}: {found} for {q=} {q_last=} {k=} {k_last=}, but {truth}"
+
+
+def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool = False) -> None:
+    case = Case(mask, rng)
+    block_q, block_k = rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 4, 8, 16))
+    case.check_ranges("k", block_q, block_k, slack)
+    case.check_ranges("q", block_k, block_q, slack)
+    case.check_classes(block_q, block_k, exact)
+
+
+SIMPLE = ["full", "~full", "causal", "~causal", "causal('top_left')", "key_padding", "~key_padding"]
+"""Masks of one range; with the windows below, and both."""
+
+
+def test_table_masks_visit_and_mask_no_more_than_they_must():
+    rng = random.Random(1)
+    for _ in range(60):
+        left, right = rng.randint(0, 30), rng.choice((0, rng.randint(0, 30)))
+        windows = [f"sliding_window({a}, {b})" for a in (left, None) for b in (right, None)]
+        one_conjunct = [*SIMPLE, *windows, f"causal & {windows[0]}", f"causal & {windows[1]} & key_padding"]
+        for text in one_conjunct:
+            check(parse_mask(text), rng, slack=2, exact="&" not in text)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_of_the_table(name):
+    rng = random.Random(2)
+    for mask in MASKS[name].examples():
+        for each in (mask, ~mask):
+            for _ in range(10):
+                check(each, rng, exact=name != "key_padding" or mask.rule.name == "key_padding")
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_every_form(text):
+    rng = random.Random(3)
+    rule = Rule.parse("mask", text)
+    for _ in range(12):
+        values = tuple(rng.randint(-3, 30) if type_ == "i32" else rng.random() for _, type_ in rule.params)
+        mask = Mask(rule, values, (None,) * len(rule.operands))
+        check(mask, rng)
+        check(~mask, rng)
+
+
+def test_random_combinations():
+    rng = random.Random(4)
+    for _ in range(700):
+        check(random_mask(rng, 3), rng)
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "expected"),
+    [
+        ("full", "k", ["[ : ) full [ : )"]),
+        ("~full", "k", []),
+        ("causal", "k", ["[ : last + k_len - q_len + 1) full [ : first + k_len - q_len + 1)"]),
+        ("causal", "q", ["[first + q_len - k_len : ) full [last + q_len - k_len : )"]),
+        ("causal('top_left')", "k", ["[ : last + 1) full [ : first + 1)"]),
+        (
+            "sliding_window(8, 3)",
+            "k",
+            [
+                "[first + k_len - q_len - left : last + k_len - q_len + right + 1) "
+                "full [last + k_len - q_len - left : first + k_len - q_len + right + 1)"
+            ],
+        ),
+        (
+            "causal & key_padding",
+            "k",
+            [
+                "[ : min(last + k_len - q_len + 1, key_lengths[batch])) "
+                "full [ : min(first + k_len - q_len + 1, key_lengths[batch]))"
+            ],
+        ),
+        (
+            "key_padding",
+            "q",
+            [
+                "[where(first < key_lengths[batch], 0, q_len) : ) "
+                "full [where(last < key_lengths[batch], 0, q_len) : )"
+            ],
+        ),
+        ("causal & key_padding('keep')", "k", ["[ : last + k_len - q_len + 1) full none"]),
+        (
+            "~sliding_window(8, 3)",
+            "k",
+            [
+                "[ : last + k_len - q_len - left) full [ : first + k_len - q_len - left)",
+                "[first + k_len - q_len + right + 1 : ) full [last + k_len - q_len + right + 1 : )",
+            ],
+        ),
+    ],
+)
+def test_bounds_read_as_written_by_hand(text, axis, expected):
+    assert [str(each) for each in ranges(parse_mask(text).rule, axis)] == expected
+
+
+def test_alternatives_that_share_a_side_become_one_range():
+    rule = Rule.parse("mask", "(k_idx < prefix) | (q_pos >= k_idx) where prefix: i32")
+    (one,) = ranges(rule, "k")
+    assert str(one) == (
+        "[ : max(prefix, last + k_len - q_len + 1)) full [ : max(prefix, first + k_len - q_len + 1))"
+    )
+
+
+def test_an_unsolvable_alternative_leaves_the_full_part_of_another():
+    parts = ["(k_idx < prefix)", "(q_pos >= k_idx) & key_keep[batch, k_idx]"]
+    for text in (" | ".join(parts), " | ".join(reversed(parts))):
+        (one,) = ranges(Rule.parse("mask", f"{text} where prefix: i32, key_keep: i1"), "k")
+        assert ex.to_text(one.hi) in {
+            "max(prefix, last + k_len - q_len + 1)",
+            "max(last + k_len - q_len + 1, prefix)",
+        }
+        assert one.has_full and one.full_lo is None and ex.to_text(one.full_hi) == "prefix"
+
+
+def test_more_alternatives_than_ranges_become_their_hull():
+    text = " | ".join(f"(k_idx == p_{i})" for i in range(tiles.MAX_RANGES + 1))
+    declared = ", ".join(f"p_{i}: i32" for i in range(tiles.MAX_RANGES + 1))
+    (hull,) = ranges(Rule.parse("mask", f"{text} where {declared}"), "k")
+    assert str(hull) == (
+        "[min(min(min(p_0, p_1), p_2), p_3) : max(max(max(p_0 + 1, p_1 + 1), p_2 + 1), p_3 + 1)) full none"
+    )
+
+
+def test_a_mask_of_too_many_alternatives_is_visited_everywhere():
+    pairs = " & ".join(f"((k_idx == {i}) | (q_idx == {i}))" for i in range(10))
+    assert ranges(Rule.parse("mask", pairs), "k") == (tiles.EVERYTHING,)
+
+
+def test_bounds_read_nothing_that_changes_within_a_tile():
+    rng = random.Random(5)
+    for _ in range(200):
+        rule = random_mask(rng, 3).rule
+        for axis in "qk":
+            for each in ranges(rule, axis):
+                for bound in (each.lo, each.hi, each.full_lo, each.full_hi):
+                    assert bound is None or not ex.free_symbols(bound) & {"q_idx", "k_idx", "q_pos"}
+
+
+def test_only_two_axes():
+    with pytest.raises(InvalidArgument, match="axis="):
+        ranges(parse_mask("causal").rule, "batch")
