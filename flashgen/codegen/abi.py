@@ -1,0 +1,131 @@
+"""How a kernel is called, as data: the same rows serve compile, interpreter, dispatcher, tuner and bundle.
+
+A call is flattened once into a tuple of values, the *call environment*, in an order that depends on
+the kernel's parameters and operands alone (`environment_names`). Each kernel argument names the entry
+it takes, so a launcher is an index table: no kernel has launch code of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.spec.attention import AttentionSpec, CallFacts
+
+TENSORS = ("q", "k", "v", "out")
+AXES = ("batch", "head", "row", "dim")
+"""Stride order in the environment, whatever the layout of the tensors."""
+
+SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_dim", "head_dim_v")
+
+
+def environment_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """Names of the call environment's entries, in order.
+
+    First the pointers `q k v out lse`, then four strides (elements) of q, k, v and out, then the
+    sizes and the scale, then the numeric parameters (`param.left`), then for each operand its
+    pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`).
+    """
+    names = [*TENSORS, "lse"]
+    names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
+    names += [*SIZES, "scale"]
+    rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
+    names += [f"param.{name}" for rule in rules for name, _ in rule.params]
+    for rule in rules:
+        for operand in rule.operands:
+            names.append(f"operand.{operand.name}")
+            names += [f"operand.{operand.name}.stride.{axis}" for axis in range(operand.rank)]
+    return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One kernel parameter."""
+
+    name: str
+    """Its name in the rendered function."""
+    source: str
+    """The entry of the call environment it takes; for a descriptor, the tensor it describes."""
+    type: str
+    """Triton's type text: `*bf16`, `i32`, `i64`, `fp32`, `tensordesc<bf16[1, 1, 64, 128]>`."""
+    divisor: int = 1
+    """What the compiler may assume the value (bytes for a pointer) to be a multiple of."""
+    constant: int | None = None
+    """Compiled in: the argument does not exist at the launch, and a call must have this value."""
+    offset: int = 0
+    """Descriptors only: elements of the innermost axis before this head-dim chunk."""
+
+    @property
+    def is_descriptor(self) -> bool:
+        """Whether the argument is a TMA descriptor."""
+        return self.type.startswith("tensordesc")
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """Block shape of a descriptor: (1, 1, rows, dims)."""
+        return tuple(int(n) for n in self.type[self.type.index("[") + 1 : self.type.index("]")].split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Launch grid: `row_tiles` is ceil(q_len / block_m) x heads x batch programs, all on x.
+
+    x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own.
+    """
+
+    rule: str
+    block_m: int
+
+    def blocks(self, batch: int, heads: int, q_len: int) -> int:
+        """Number of programs on x."""
+        return -(-q_len // self.block_m) * heads * batch
+
+
+@dataclass(frozen=True, slots=True)
+class Abi:
+    """Arguments in order, grid and launch options of one kernel for one kind of call."""
+
+    environment: tuple[str, ...]
+    args: tuple[Arg, ...]
+    grid: Grid
+    num_warps: int
+    num_stages: int
+    facts: CallFacts
+    """The kind of call this was specialised for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a bundle's manifest."""
+        return {
+            "environment": list(self.environment),
+            "args": [{name: getattr(arg, name) for name in Arg.__slots__} for arg in self.args],
+            "grid": {"rule": self.grid.rule, "block_m": self.grid.block_m},
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "facts": {"access": self.facts.access, "tma": self.facts.tma, "wide": self.facts.wide},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Abi:
+        """The inverse of `to_json`."""
+        return cls(
+            environment=tuple(data["environment"]),
+            args=tuple(Arg(**arg) for arg in data["args"]),
+            grid=Grid(**data["grid"]),
+            num_warps=data["num_warps"],
+            num_stages=data["num_stages"],
+            facts=CallFacts(**data["facts"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorFacts:
+    """How the compiler laid a descriptor argument's tile out in shared memory (CUtensorMap terms)."""
+
+    swizzle: int
+    """CUtensorMapSwizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes."""
+    elem_size: int
+    """Bytes of one element."""
+    elem_type: int
+    """CUtensorMapDataType, the driver's numbering."""
+    block: tuple[int, ...]
+    """Box of one copy, outermost first; narrower than the argument's box where a swizzle spans less."""

@@ -1,0 +1,202 @@
+"""Families: one kernel template each, with its tunables and everything that says when it may be used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
+from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
+from flashgen.spec.config import Config, Value
+from flashgen.spec.target import KIB, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Bytes of shared memory, known before the compile only between two bounds."""
+
+    least: int
+    """`fits` refuses by this: no compiled kernel took less."""
+    most: int
+    """A default keeps within this: no compiled kernel took more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kernel template and its search space.
+
+    `supports`, `fits` and `admits` answer with the reason why not, or with empty text. Each constraint
+    stands in one of them and nowhere else: search, dispatcher and tests call these.
+    """
+
+    name: str
+    op: str
+    template: str
+    tunables: tuple[tuple[str, tuple[Value, ...]], ...]
+    min_arch: int
+    dtypes: tuple[str, ...]
+    shared_bytes: Callable[[Config, AttentionSpec, Target], Shared]
+    """Shared memory a block of the compiled kernel needs."""
+    defaults: tuple[tuple[int, tuple[Value, ...]], ...]
+    """(largest head_dim_v, config) to fall back to, best first; the last ones fit everywhere."""
+
+    def config(self, **values: Value) -> Config:
+        """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""
+        for name, allowed in self.tunables:
+            if values.get(name) not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise InvalidArgument(f"{self.name}: {name}={values.get(name)!r}; allowed: {listed}")
+        if extra := values.keys() - dict(self.tunables).keys():
+            raise InvalidArgument(f"{self.name} has no tunable {', '.join(sorted(extra))}")
+        return Config(self.name, tuple((name, values[name]) for name, _ in self.tunables))
+
+    def find(self, name: str) -> Config:
+        """The config of a short name such as `m128n64w4s2_tma_heads`."""
+        for config in self.all_configs():
+            if config.name == name:
+                return config
+        example = self.all_configs()[0].name
+        raise InvalidArgument(f"{self.name} has no config {name!r}; a name reads like {example}")
+
+    def all_configs(self) -> tuple[Config, ...]:
+        """The whole space, whatever fits."""
+        return _all_configs(self.name, self.tunables)
+
+    def supports(self, spec: AttentionSpec, target: Target) -> str:
+        """Why the family cannot serve a spec on a target at all."""
+        if spec.op != self.op:
+            return f"{self.name} computes {self.op}, not {spec.op}"
+        if spec.dtype not in self.dtypes:
+            return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
+        if target.vendor != "cuda" or target.arch < self.min_arch:
+            return f"{self.name} needs sm_{self.min_arch} or newer, not {target.vendor} {target.arch}"
+        return ""
+
+    def fits(self, config: Config, spec: AttentionSpec, target: Target) -> str:
+        """Why a config cannot run on a target; decided before anything is compiled."""
+        if config["loads"] == "tma" and not target.has_tma:
+            return f"tensor descriptors need sm_90 or newer, not sm_{target.arch}"
+        needed = self.shared_bytes(config, spec, target).least
+        if needed > target.shared_per_block:
+            return (
+                f"{config.name} needs at least {needed / KIB:.0f} KB of shared memory a block, "
+                f"{target.name or target.key} has {target.shared_per_block / KIB:.0f} KB"
+            )
+        return ""
+
+    def admission(self, config: Config) -> str:
+        """Which calls a config can serve: `tma` or `any`."""
+        return "tma" if config["loads"] == "tma" else "any"
+
+    def admits(self, config: Config, facts: CallFacts) -> str:
+        """Why a call of this kind cannot be served by a config."""
+        if config["loads"] == "tma" and not facts.tma:
+            return (
+                f"{config.name} loads by descriptor, which cannot express the call's {facts.access} tensors"
+            )
+        return ""
+
+    def space(self, spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
+        """Every config that fits, in a fixed order."""
+        return tuple(c for c in self.all_configs() if not self.fits(c, spec, target))
+
+    def default(self, spec: AttentionSpec, target: Target, facts: CallFacts) -> Config:
+        """The first default that is sure to fit and admits the call.
+
+        Raises:
+            DoesNotFit: none does; the message lists what was tried.
+        """
+        reasons = []
+        for limit, values in self.defaults:
+            config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))
+            reason = self.fits(config, spec, target) or self.admits(config, facts)
+            most = self.shared_bytes(config, spec, target).most
+            if not reason and most > target.shared_per_block:
+                reason = f"{config.name} may need {most / KIB:.0f} KB of shared memory a block"
+            if not reason and spec.head_dim_v <= limit:
+                return config
+            reasons.append(reason or f"{config.name} is for values of at most {limit}")
+        raise DoesNotFit(f"no default config of {self.name} fits; tried:\n  " + "\n  ".join(reasons))
+
+
+@lru_cache(maxsize=64)
+def _all_configs(family: str, tunables: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Config, ...]:
+    names = [name for name, _ in tunables]
+    return tuple(
+        Config(family, tuple(zip(names, values, strict=True)))
+        for values in itertools.product(*(allowed for _, allowed in tunables))
+    )
+
+
+def _attention_fwd_shared(config: Config, spec: AttentionSpec, target: Target) -> Shared:
+    """Bounds that hold over 500 recorded compiles (tests/data/compiled_configs.jsonl).
+
+    A loop of one stage holds a chunk of K or V at a time. A pipelined one holds `stages - 1` of K and V, and
+    with Hopper's asynchronous products (16-bit or TF32, tiles of 64 rows), which read all operands from
+    shared memory, `stages` of both and Q. What comes on top at most: Q, all stages, and P changing layout.
+    """
+    stages, block_m, block_n = (config.number(n) for n in ("num_stages", "block_m", "block_n"))
+    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
+    tile_q, tile_kv = block_m * sum(qk) * spec.itemsize, block_n * (sum(qk) + sum(v)) * spec.itemsize
+    most = tile_q + stages * tile_kv + block_m * block_n * spec.itemsize + KIB
+    if stages == 1:
+        return Shared(block_n * max(*qk, *v) * spec.itemsize, most)
+    if target.arch == 90 and block_m >= 64 and spec.dtype_label != "fp32":
+        return Shared(tile_q + stages * tile_kv, most)
+    return Shared((stages - 1) * tile_kv, most)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            name="attention_fwd",
+            op="fwd",
+            template="attention_fwd.py.jinja",
+            tunables=(
+                ("block_m", (16, 32, 64, 128)),
+                ("block_n", (32, 64, 128)),
+                ("num_warps", (4, 8)),
+                ("num_stages", (1, 2, 3, 4)),
+                ("loads", ("tma", "pointer")),
+                ("order", ("heads", "rows")),
+            ),
+            min_arch=80,
+            dtypes=("fp16", "bf16", "fp32"),
+            shared_bytes=_attention_fwd_shared,
+            # Measured on one H200 (benchmarks/nvidia-h200); where less shared memory is, smaller tiles.
+            defaults=tuple(
+                (limit, (block_m, block_n, warps, stages, loads, "heads"))
+                for limit, block_m, block_n, warps, stages in (
+                    (64, 64, 128, 4, 2),
+                    (128, 128, 64, 4, 2),
+                    (256, 128, 64, 8, 2),
+                    (256, 64, 64, 4, 2),
+                    (256, 64, 32, 4, 2),
+                    (256, 32, 32, 4, 1),
+                    (256, 16, 32, 4, 1),
+                )
+                for loads in ("tma", "pointer")
+            ),
+        ),
+    )
+}
+
+
+def find_family(name: str) -> Family:
+    """The table's row of that name; `UnknownName` lists the known ones."""
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        raise UnknownName("family", name, FAMILIES) from None
+
+
+def serving(spec: AttentionSpec, target: Target) -> tuple[Family, ...]:
+    """The families that serve a spec on a target; `Unsupported` lists each one's reason if none does."""
+    reasons = {family: family.supports(spec, target) for family in FAMILIES.values()}
+    found = tuple(family for family, reason in reasons.items() if not reason)
+    if not found:
+        raise Unsupported("no kernel family serves this: " + "; ".join(reasons.values()))
+    return found

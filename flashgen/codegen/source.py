@@ -1,0 +1,243 @@
+"""KernelSource: one rendered kernel, with its name, its hash and its ABI."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from flashgen.codegen.abi import Abi, Arg, Grid, environment_names
+from flashgen.codegen.environment import environment, tidy
+from flashgen.codegen.expressions import render_mask, render_score
+from flashgen.codegen.families import FAMILIES
+from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
+from flashgen.spec.config import Config
+
+TRITON_TYPES = {"i1": "*i1", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "i32": "*i32", "i64": "*i64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What a kernel is rendered for: a triton version, or its interpreter."""
+
+    triton: str
+    interpret: bool = False
+    """The interpreter multiplies the raw bits of bf16, so operands are brought to fp32 there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A power-of-two piece of a head dim, as the template names it."""
+
+    tensor: str
+    """Argument the chunk is loaded from or stored to: Q, K, V, OUT."""
+    name: str
+    """Variable that holds the tile."""
+    dims: str
+    """Variable that holds the chunk's indices along the head dim."""
+    suffix: str
+    offset: int
+    size: int
+    limit: int
+    """The head dim: indices from here on do not exist."""
+
+    @property
+    def letter(self) -> str:
+        """As in the strides: `stride_qm` is q's."""
+        return self.tensor[0].lower()
+
+    @property
+    def padded(self) -> bool:
+        """Whether the chunk reaches past the head dim."""
+        return self.offset + self.size > self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """Rendered text of one kernel and everything a caller must know of it."""
+
+    spec: AttentionSpec
+    config: Config
+    toolchain: Toolchain
+    name: str
+    """The kernel's function name, which profilers and tracebacks show."""
+    text: str
+    hash: str
+    """Of the syntax tree without comments, docstrings and the kernel's own name."""
+    arguments: tuple[tuple[Arg, ...], ...]
+    """Arguments of an aligned call, grouped as in the rendered signature."""
+
+    def abi(self, facts: CallFacts) -> Abi:
+        """The arguments specialised for one kind of call."""
+        return Abi(
+            environment=environment_names(self.spec),
+            args=tuple(_specialised(arg, self.spec, facts) for group in self.arguments for arg in group),
+            grid=Grid("row_tiles", self.config.number("block_m")),
+            num_warps=self.config.number("num_warps"),
+            num_stages=self.config.number("num_stages"),
+            facts=facts,
+        )
+
+
+def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
+    """What the compiler may assume of an argument, and its width, for calls of this kind."""
+    divisor, constant, kind = arg.divisor, arg.constant, arg.type
+    if arg.source in ("out", "lse"):  # allocated by FlashGen
+        divisor = 16
+    elif arg.source in ("q", "k", "v") and not arg.is_descriptor:
+        divisor = 16 if facts.access == "aligned" else 1
+    elif arg.source.endswith("stride.dim"):
+        constant = 1 if facts.access != "strided" else None
+    elif ".stride." in arg.source and not arg.source.startswith("operand"):
+        divisor = 16 // spec.itemsize if facts.access == "aligned" else 1
+    if ".stride." in arg.source and facts.wide:
+        kind = "i64"
+    return Arg(arg.name, arg.source, kind, divisor, constant, arg.offset)
+
+
+def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
+    """The chunks of Q, K, V or OUT; one chunk has no suffix, several carry their offset: `k_64`."""
+    of_v = tensor in ("V", "OUT")
+    head_dim = spec.head_dim_v if of_v else spec.head_dim
+    axis = "dims_v" if of_v and spec.head_dim_v != spec.head_dim else "dims"
+    sizes = head_dim_chunks(head_dim)
+    made, offset = [], 0
+    for size in sizes:
+        suffix = f"_{offset}" if len(sizes) > 1 else ""
+        name = ("acc" if tensor == "OUT" else tensor.lower()) + suffix
+        made.append(Chunk(tensor, name, axis + suffix, suffix, offset, size, head_dim))
+        offset += size
+    return tuple(made)
+
+
+def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[tuple[Arg, ...]]:
+    """A tensor as pointer and strides, or as one descriptor a chunk."""
+    source, letter = tensor.lower(), tensor[0].lower()
+    dtype = spec.dtype
+    if tensor != "OUT" and config["loads"] == "tma":
+        rows = config["block_m" if tensor == "Q" else "block_n"]
+        return [
+            tuple(
+                Arg(tensor + c.suffix, source, f"tensordesc<{dtype}[1,1,{rows},{c.size}]>", offset=c.offset)
+                for c in chunks(spec, tensor)
+            )
+        ]
+    row = "n" if tensor in ("K", "V") else "m"
+    axes = (("b", "batch"), ("h", "head"), (row, "row"), ("d", "dim"))
+    pointer = Arg(tensor, source, f"*{dtype}")
+    return [
+        (pointer, *(Arg(f"stride_{letter}{short}", f"{source}.stride.{axis}", "i32") for short, axis in axes))
+    ]
+
+
+def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ...]:
+    """The kernel's arguments in order, grouped by line of the signature."""
+    groups = [g for tensor in ("Q", "K", "V", "OUT") for g in _tensor_arguments(tensor, spec, config)]
+    if spec.return_lse:
+        groups.append((Arg("LSE", "lse", "*fp32"),))
+    groups.append(
+        tuple(
+            Arg(name, name, "fp32" if name == "scale" else "i32")
+            for name in ("heads", "heads_per_kv", "q_len", "k_len", "scale")
+        )
+    )
+    for rule in (spec.mask, spec.score_mod):
+        if rule is None:
+            continue
+        if rule.params:
+            kinds = {"i32": "i32", "f32": "fp32"}
+            groups.append(tuple(Arg(name, f"param.{name}", kinds[kind]) for name, kind in rule.params))
+        for operand in rule.operands:
+            source = f"operand.{operand.name}"
+            pointer = Arg(operand.name, source, TRITON_TYPES[operand.dtype])
+            strides = (
+                Arg(f"{operand.name}_stride_{axis}", f"{source}.stride.{axis}", "i32")
+                for axis in range(operand.rank)
+            )
+            groups.append((pointer, *strides))
+    return tuple(groups)
+
+
+def kernel_name(spec: AttentionSpec, config: Config) -> str:
+    """`attention_fwd_d128_causal_softcap_bf16_m128n64w8s3_tma_heads`: what it is, as an identifier."""
+    rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
+    extras = ["lse"] if spec.return_lse else []
+    return "_".join([config.family, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
+
+
+def kernel_hash(text: str) -> str:
+    """16 hex digits over the syntax tree; a comment, a docstring or the kernel's name changes nothing."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, (ast.Module, ast.FunctionDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            node.body = node.body[1:]
+    kernel = [node for node in tree.body if isinstance(node, ast.FunctionDef)][-1]
+    kernel.name = "kernel"
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def _title(spec: AttentionSpec) -> str:
+    """Lines of the file's docstring: what the kernel computes."""
+    lines = [f"Attention forward, head_dim {spec.head_dim}, {spec.dtype_label}."]
+    if spec.head_dim_v != spec.head_dim:
+        lines[0] = lines[0][:-1] + f", values of {spec.head_dim_v}."
+    lines.append(f"Mask {spec.mask.name}: {spec.mask.text}")
+    if spec.score_mod is not None:
+        lines.append(f"Score rule {spec.score_mod.name}: {spec.score_mod.text}")
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, 100, break_on_hyphens=False))
+
+
+@lru_cache(maxsize=4096)
+def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelSource:
+    """Renders one kernel. Pure: equal arguments give equal text; about 1 ms, then cached."""
+    family = FAMILIES[config.family]
+    arguments = _arguments(spec, config)
+    mask, score = render_mask(spec.mask), render_score(spec)
+    name = kernel_name(spec, config)
+    text = tidy(
+        environment()
+        .get_template(family.template)
+        .render(
+            name=name,
+            title=_title(spec),
+            spec=spec,
+            config=dict(config.values),
+            toolchain=toolchain,
+            signature=[", ".join(arg.name for arg in group) for group in arguments],
+            q_chunks=chunks(spec, "Q"),
+            k_chunks=chunks(spec, "K"),
+            v_chunks=chunks(spec, "V"),
+            out_chunks=chunks(spec, "OUT"),
+            mask=mask,
+            score=score,
+            helpers={*mask.helpers, *score.helpers},
+            precision=f', input_precision="{spec.fp32_precision}"' if spec.dtype == "fp32" else "",
+        )
+    )
+    return KernelSource(spec, config, toolchain, name, text, kernel_hash(text), arguments)
+
+
+def write(source: KernelSource, folder: Path) -> Path:
+    """Writes the source as `<name>-<hash>.py` in `folder` and returns its path.
+
+    Complete or absent, whoever else writes it at the same time; an equal file is left alone, so that
+    Triton's own cache, which looks at the file's content, keeps hitting.
+    """
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:12]
+    path = folder / f"{source.name}-{digest}.py"
+    if path.exists() and path.read_text() == source.text:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(source.text)
+    Path(temporary).replace(path)
+    return path

@@ -1,0 +1,102 @@
+"""Families: what fits, what is admitted, and defaults that always fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import FAMILIES, find_family, serving
+from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
+from flashgen.spec import masks
+from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
+from flashgen.spec.config import Config
+from flashgen.spec.target import TARGETS
+
+FAMILY = FAMILIES["attention_fwd"]
+H200 = TARGETS["nvidia-h200"]
+SPEC = AttentionSpec(128, 128, "bf16", masks.causal().rule)
+COMPILED = Path(__file__).parent.parent / "data" / "compiled_configs.jsonl"
+
+
+def every_spec() -> list[AttentionSpec]:
+    dims = range(16, 257, 8)
+    return [AttentionSpec(d, d, t) for d in dims for t in ("bf16", "fp16", "fp32")]
+
+
+def test_space_is_large_enough_and_all_of_it_fits() -> None:
+    for head_dim in (64, 128):
+        space = FAMILY.space(AttentionSpec(head_dim, head_dim, "bf16"), H200)
+        assert len(space) >= 200
+        assert len({c.name for c in space}) == len(space)
+
+
+def test_names_find_their_configs() -> None:
+    assert all(FAMILY.find(c.name) == c for c in FAMILY.all_configs())
+    with pytest.raises(InvalidArgument, match="a name reads like"):
+        FAMILY.find("m128")
+
+
+def test_config_round_trip_and_checks() -> None:
+    config = FAMILY.find("m128n64w4s2_tma_heads")
+    assert Config.from_json("attention_fwd", config.to_json()) == config
+    assert config.number("block_m") == 128 and config["loads"] == "tma"
+    with pytest.raises(InvalidArgument, match="block_m=48"):
+        FAMILY.config(block_m=48, block_n=64, num_warps=4, num_stages=2, loads="tma", order="heads")
+    with pytest.raises(InvalidArgument, match="power of two"):
+        Config("attention_fwd", (("block_m", 48),))
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
+def test_c15_a_default_fits_every_spec_on_every_target(target) -> None:  # type: ignore[no-untyped-def]
+    """Also on cards with 99 KB a block, in fp32 at head_dim 256, for calls that admit no descriptor."""
+    for spec in every_spec():
+        for facts in (CallFacts(), CallFacts("strided", tma=False, wide=True)):
+            config = FAMILY.default(spec, target, facts)
+            assert not FAMILY.fits(config, spec, target) and not FAMILY.admits(config, facts)
+
+
+def test_c15_refusal_lists_what_was_tried() -> None:
+    tiny = replace(H200, shared_per_block=4 * 1024)
+    with pytest.raises(DoesNotFit, match=r"tried:\n.*m64n128w4s2_tma_heads needs at least 144 KB"):
+        FAMILY.default(SPEC, tiny, CallFacts())
+
+
+def test_fits_says_why_not() -> None:
+    config = FAMILY.find("m128n128w8s4_tma_heads")
+    assert "288 KB of shared memory" in FAMILY.fits(config, SPEC, H200)
+    assert "sm_90" in FAMILY.fits(FAMILY.find("m64n32w4s1_tma_heads"), SPEC, TARGETS["nvidia-a100"])
+
+
+def test_admits_by_call_facts() -> None:
+    tma, pointer = FAMILY.find("m64n32w4s1_tma_heads"), FAMILY.find("m64n32w4s1_pointer_heads")
+    assert FAMILY.admits(tma, CallFacts()) == "" == FAMILY.admits(pointer, CallFacts("strided", tma=False))
+    assert "descriptor" in FAMILY.admits(tma, CallFacts("unit", tma=False))
+    assert (FAMILY.admission(tma), FAMILY.admission(pointer)) == ("tma", "any")
+
+
+def test_serving_gives_reasons() -> None:
+    assert serving(SPEC, H200) == (FAMILY,)
+    with pytest.raises(Unsupported, match="needs sm_80 or newer"):
+        serving(SPEC, replace(H200, arch=75))
+    with pytest.raises(UnknownName, match="known: attention_fwd"):
+        find_family("attention")
+
+
+@pytest.mark.parametrize(
+    "head_dim,expected", [(128, (128,)), (96, (64, 32)), (72, (64, 16)), (248, (128, 64, 32, 16, 16))]
+)
+def test_head_dim_chunks(head_dim: int, expected: tuple[int, ...]) -> None:
+    assert head_dim_chunks(head_dim) == expected
+
+
+def test_shared_memory_bounds_hold_over_recorded_compiles() -> None:
+    """`fits` refuses nothing that ptxas accepted, and what a default promises to keep within is enough."""
+    rows = [json.loads(line) for line in COMPILED.read_text().splitlines()]
+    assert len(rows) >= 400
+    for row in rows:
+        spec = AttentionSpec(row["head_dim"], row["head_dim_v"], row["dtype"], masks.causal().rule)
+        bound = FAMILY.shared_bytes(FAMILY.find(row["config"]), spec, TARGETS[row["target"]])
+        assert bound.least <= row["shared_bytes"] <= bound.most, row

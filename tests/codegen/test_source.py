@@ -1,0 +1,130 @@
+"""Rendered kernels: goldens, names, hashes and ABIs."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.abi import Abi, environment_names
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render, write
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import AttentionSpec, CallFacts
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FAMILY = FAMILIES["attention_fwd"]
+TOOLCHAIN = Toolchain("3.6.0")
+
+
+def source(spec: AttentionSpec, config: str, toolchain: Toolchain = TOOLCHAIN) -> KernelSource:
+    return render(spec, FAMILY.find(config), toolchain)
+
+
+CAUSAL = AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True)
+SAMPLES = {
+    "causal": source(CAUSAL, "m128n64w4s2_tma_heads"),
+    "full_pointer": source(AttentionSpec(64, 64, "fp16"), "m64n64w4s3_pointer_rows"),
+    "window_softcap_chunks": source(
+        AttentionSpec(96, 72, "fp32", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
+        "m64n32w4s2_pointer_heads",
+    ),
+    "causal_key_padding": source(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.key_padding()).rule), "m128n64w4s2_tma_rows"
+    ),
+    "union_of_ranges": source(
+        AttentionSpec(64, 64, "bf16", (masks.sliding_window(64, 0) | ~masks.sliding_window(512, 512)).rule),
+        "m64n64w4s2_tma_heads",
+    ),
+    "interpreter": source(
+        AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_golden(name: str) -> None:
+    """The rendered text is what was reviewed; FLASHGEN_UPDATE_GOLDEN=1 writes it anew."""
+    path = GOLDEN / f"{name}.py"
+    if os.environ.get("FLASHGEN_UPDATE_GOLDEN"):
+        path.write_text(SAMPLES[name].text)
+    assert path.exists(), f"no golden {path.name}; make it with FLASHGEN_UPDATE_GOLDEN=1 and review it"
+    assert SAMPLES[name].text == path.read_text()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_text_is_clean_python(name: str) -> None:
+    text = SAMPLES[name].text
+    ast.parse(text)
+    assert "{{" not in text and "{%" not in text
+    assert all(line == line.rstrip() and len(line) <= 130 for line in text.splitlines())
+    assert "\n\n\n\n" not in text
+
+
+def test_name_says_what_the_kernel_is() -> None:
+    assert SAMPLES["causal"].name == "attention_fwd_d128_causal_bf16_lse_m128n64w4s2_tma_heads"
+    assert SAMPLES["causal"].name.isidentifier()
+
+
+def test_numbers_change_header_lines_only() -> None:
+    """Two configs of one structure differ in a few constants and the name."""
+    other = source(CAUSAL, "m64n64w8s3_tma_heads")
+    pairs = zip(SAMPLES["causal"].text.splitlines(), other.text.splitlines(), strict=True)
+    changed = [a for a, b in pairs if a != b]
+    assert len(changed) == 3  # BLOCK_M, LAUNCH, the function's name
+
+
+def test_hash_ignores_comments_docstrings_and_the_name() -> None:
+    text = SAMPLES["causal"].text
+    edited = text.replace('"""Attention forward', '"""Something else').replace("# Keys to visit", "# Visited")
+    edited = edited.replace(SAMPLES["causal"].name, "other_name")
+    assert kernel_hash(edited) == SAMPLES["causal"].hash
+    assert (
+        kernel_hash(text.replace("row_sum = row_sum * rescale", "row_sum = row_sum"))
+        != SAMPLES["causal"].hash
+    )
+
+
+def test_hash_separates_what_is_compiled() -> None:
+    hashes = {s.hash for s in SAMPLES.values()} | {source(CAUSAL, "m64n64w4s2_tma_heads").hash}
+    assert len(hashes) == len(SAMPLES) + 1
+
+
+def test_signature_and_abi_agree() -> None:
+    for sample in SAMPLES.values():
+        function = ast.parse(sample.text).body[-1]
+        assert isinstance(function, ast.FunctionDef)
+        abi = sample.abi(CallFacts())
+        assert [a.arg for a in function.args.args] == [a.name for a in abi.args]
+        assert {a.source for a in abi.args} <= set(environment_names(sample.spec))
+        assert Abi.from_json(abi.to_json()) == abi
+
+
+def test_abi_promises_what_the_call_has() -> None:
+    sample = SAMPLES["full_pointer"]
+
+    def args(facts: CallFacts) -> dict[str, tuple[str, int, int | None]]:
+        return {a.name: (a.type, a.divisor, a.constant) for a in sample.abi(facts).args}
+
+    aligned, unit, strided = (args(CallFacts(a, tma=False)) for a in ("aligned", "unit", "strided"))
+    assert aligned["Q"] == ("*fp16", 16, None) and unit["Q"] == strided["Q"] == ("*fp16", 1, None)
+    assert aligned["stride_kn"] == ("i32", 8, None) and unit["stride_kn"] == ("i32", 1, None)
+    assert aligned["stride_vd"][2] == unit["stride_vd"][2] == 1 and strided["stride_vd"][2] is None
+    wide = args(CallFacts("unit", tma=False, wide=True))
+    assert wide["stride_qm"][0] == "i64" and wide["heads"][0] == "i32"
+
+
+def test_c17_the_cap_is_a_runtime_argument() -> None:
+    """Another cap is another argument, not another kernel, so no stale kernel can serve it."""
+    specs = [AttentionSpec(64, 64, "bf16", score_mod=score_mods.softcap(cap).rule) for cap in (15.0, 30.0)]
+    assert specs[0] == specs[1]
+    assert "cap" in [a.name for a in source(specs[0], "m64n64w4s2_tma_heads").abi(CallFacts()).args]
+
+
+def test_c27_the_hash_is_of_content_not_of_place(tmp_path: Path) -> None:
+    first, second = write(SAMPLES["causal"], tmp_path / "a"), write(SAMPLES["causal"], tmp_path / "b")
+    assert first.name == second.name and first.read_text() == second.read_text()
+    before = first.stat().st_mtime_ns
+    assert write(SAMPLES["causal"], tmp_path / "a").stat().st_mtime_ns == before

@@ -1,0 +1,246 @@
+"""attention_fwd in Triton's interpreter against the reference that evaluates the same expressions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels import ALIGNED, STRIDED, run, verdict
+
+from flashgen.build.inputs import Inputs, make_inputs
+from flashgen.build.reference import attention_reference
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
+from flashgen.spec.masks import MASKS, Mask
+from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
+
+CAUSAL = masks.causal()
+SMALL = "m32n32w4s1"
+
+
+def workload(
+    head_dim: int = 16,
+    head_dim_v: int | None = None,
+    dtype: str = "fp32",
+    mask: Mask = CAUSAL,
+    score_mod: ScoreMod | None = None,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    q_len: int = 40,
+    k_len: int = 40,
+) -> Workload:
+    spec = AttentionSpec(
+        head_dim,
+        head_dim_v or head_dim,
+        dtype,
+        mask.rule,
+        None if score_mod is None else score_mod.rule,
+        return_lse=True,
+    )
+    rules = [rule for rule in (mask, score_mod) if rule is not None]
+    params = tuple(p for r in rules for p in zip((n for n, _ in r.rule.params), r.values, strict=True))
+    return Workload(spec, batch, heads, kv_heads, q_len, k_len, params)
+
+
+def check(work: Workload, config: str, facts: CallFacts = ALIGNED, layout: str = "bhsd") -> None:
+    judged = verdict(make_inputs(work, "cpu", layout), work.spec, config, facts)
+    assert judged.ok, judged.reason
+
+
+TABLE_MASKS = [mask for entry in MASKS.values() for mask in entry.examples()]
+COMBINED = [
+    masks.causal() & masks.key_padding(),
+    masks.causal() & masks.sliding_window(9, 0),
+    ~masks.causal(),
+    masks.sliding_window(3, 2) | masks.key_padding(),
+    masks.sliding_window(2, 2) | ~masks.sliding_window(20, 20),
+    masks.causal() & ~masks.sliding_window(5, 5) | masks.sliding_window(1, 0),
+    masks.full() & ~masks.full(),
+]
+LENGTHS = ((40, 70), (70, 40), (1, 33), (33, 1))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
+def test_masks(mask: Mask, lengths: tuple[int, int]) -> None:
+    q_len, k_len = lengths
+    check(workload(mask=mask, batch=2, q_len=q_len, k_len=k_len), f"{SMALL}_pointer_heads")
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.full(), masks.causal(), masks.sliding_window(9, 3)], ids=lambda m: m.describe()
+)
+@pytest.mark.parametrize(
+    "mod", [m for e in SCORE_MODS.values() for m in e.examples()], ids=lambda m: m.describe()
+)
+def test_score_rules(mod: ScoreMod, mask: Mask) -> None:
+    check(workload(mask=mask, score_mod=mod, q_len=33, k_len=50), f"{SMALL}_tma_rows")
+
+
+DIMS = (
+    (16, 16),
+    (24, 40),
+    (64, 64),
+    (72, 8 * 5),
+    (96, 96),
+    (104, 64),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+    (248, 16),
+)
+
+
+@pytest.mark.parametrize("loads", ["tma", "pointer"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], loads: str) -> None:
+    """Every way a head dim falls into power-of-two chunks, the last one padded or not."""
+    check(workload(*dims, heads=1, q_len=20, k_len=36), f"m16n32w4s1_{loads}_heads")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "config", [f"{m}n{n}w4s1_tma_rows" for m, n in (("m16", 64), ("m64", 32), ("m64", 128))]
+)
+def test_dtypes_and_tiles(dtype: str, config: str) -> None:
+    check(workload(64, dtype=dtype, q_len=70, k_len=131), config)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (6, 6), (6, 2), (5, 1), (12, 4)])
+@pytest.mark.parametrize("order", ["heads", "rows"])
+def test_head_groups(heads: int, kv_heads: int, order: str) -> None:
+    work = workload(batch=2, heads=heads, kv_heads=kv_heads, q_len=35, k_len=35)
+    check(work, f"{SMALL}_tma_{order}")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("loads", ["tma", "pointer"])
+def test_layouts(layout: str, loads: str) -> None:
+    check(workload(batch=2, heads=4, kv_heads=2, q_len=33), f"{SMALL}_{loads}_heads", layout=layout)
+
+
+def with_tensors(work: Workload, **tensors: torch.Tensor) -> Inputs:
+    return replace(make_inputs(work, "cpu"), **tensors)
+
+
+def test_c12_fused_and_transposed_tensors_equal_contiguous_ones() -> None:
+    work = workload(16, mask=masks.causal(), batch=2, heads=2, kv_heads=2, q_len=33, k_len=33)
+    fused = torch.randn(2, 33, 3, 2, 16)
+    q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
+    views, dense = (
+        with_tensors(work, q=q, k=k, v=v),
+        with_tensors(work, q=q.contiguous(), k=k.contiguous(), v=v.contiguous()),
+    )
+    for loads in ("tma", "pointer"):
+        out, lse = run(views, work.spec, f"{SMALL}_{loads}_heads")
+        expected, expected_lse = run(dense, work.spec, f"{SMALL}_{loads}_heads")
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
+def test_c12_inner_stride_is_not_one() -> None:
+    work = workload(16, heads=2, kv_heads=2, q_len=33, k_len=33)
+    q, k, v = (torch.randn(1, 2, 16, 33).transpose(2, 3) for _ in range(3))
+    inputs = with_tensors(work, q=q, k=k, v=v)
+    assert verdict(inputs, work.spec, f"{SMALL}_pointer_heads", STRIDED).ok
+
+
+def test_c13_broadcast_keys() -> None:
+    work = workload(16, batch=3, heads=2, kv_heads=2, q_len=5, k_len=40)
+    k, v = (torch.randn(1, 2, 40, 16).expand(3, 2, 40, 16) for _ in range(2))
+    judged = verdict(with_tensors(work, k=k, v=v), work.spec, f"{SMALL}_pointer_heads")
+    assert judged.ok, judged.reason
+
+
+def test_c09_wide_strides_give_the_same_bits() -> None:
+    work = workload(24, 40, mask=masks.sliding_window(9, 3), q_len=33, k_len=70)
+    inputs = make_inputs(work, "cpu")
+    narrow = run(inputs, work.spec, f"{SMALL}_pointer_heads")
+    wide = run(inputs, work.spec, f"{SMALL}_pointer_heads", CallFacts("strided", tma=False, wide=True))
+    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+
+
+def test_c01_row_without_a_key_is_zero() -> None:
+    keep = torch.ones(1, 40, dtype=torch.bool)
+    keep[0, :] = False
+    work = workload(mask=masks.causal() & masks.key_padding("keep"))
+    inputs = replace(make_inputs(work, "cpu"), mask=masks.causal() & masks.key_padding(keep))
+    out, lse = run(inputs, work.spec, f"{SMALL}_tma_heads")
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("lengths,expected_empty", [((5, 2), 3), ((2, 5), 0)])
+def test_c02_causal_is_bottom_right(lengths: tuple[int, int], expected_empty: int) -> None:
+    work = workload(q_len=lengths[0], k_len=lengths[1])
+    inputs = make_inputs(work, "cpu")
+    out, lse = run(inputs, work.spec, f"{SMALL}_pointer_heads")
+    assert (lse[0, 0] == -math.inf).sum() == expected_empty
+    assert (out[0, 0, :expected_empty] == 0).all()
+    judged = verdict(inputs, work.spec, f"{SMALL}_tma_heads")
+    assert judged.ok, judged.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_c03_scores_far_below_any_sentinel(dtype: torch.dtype) -> None:
+    """Logits of -1.15e7 are ordinary numbers, not masked ones: the average of V comes out."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    work = workload(128, dtype=name, mask=masks.causal(), heads=1, q_len=33, k_len=33)
+    q, k = torch.full((1, 1, 33, 128), 300.0, dtype=dtype), torch.full((1, 1, 33, 128), -300.0, dtype=dtype)
+    inputs = replace(with_tensors(work, q=q, k=k), scale=1.0)
+    out, lse = run(inputs, work.spec, f"{SMALL}_tma_heads")
+    means = torch.cumsum(inputs.v[0, 0].float(), 0) / torch.arange(1, 34)[:, None]
+    assert torch.isfinite(lse).all() and (lse < -1.1e7).all()
+    torch.testing.assert_close(out[0, 0].float(), means, atol=2e-2, rtol=2e-2)
+
+
+def test_c16_softcap_comes_before_the_mask() -> None:
+    """A cap applied after the mask would bring the future back at -cap."""
+    work = workload(score_mod=score_mods.softcap(1.0), q_len=33, k_len=33)
+    inputs = make_inputs(work, "cpu")
+    before, _ = run(inputs, work.spec, f"{SMALL}_tma_heads")
+    v = inputs.v.clone()
+    v[:, :, -1] = 1e4  # only the last row sees the last key
+    after, _ = run(replace(inputs, v=v), work.spec, f"{SMALL}_tma_heads")
+    assert torch.equal(before[:, :, :-1], after[:, :, :-1]) and not torch.equal(
+        before[:, :, -1], after[:, :, -1]
+    )
+
+
+def test_c18_the_cap_is_not_ignored() -> None:
+    outs = []
+    for cap in (5.0, 50.0):
+        work = workload(16, score_mod=score_mods.softcap(cap), q_len=33, k_len=33)
+        inputs = make_inputs(work, "cpu")
+        outs.append(run(replace(inputs, q=inputs.q * 10), work.spec, f"{SMALL}_pointer_heads")[0])
+    plain = workload(16, q_len=33, k_len=33)
+    inputs = make_inputs(plain, "cpu")
+    outs.append(run(replace(inputs, q=inputs.q * 10), plain.spec, f"{SMALL}_pointer_heads")[0])
+    assert all((a - b).abs().max() > 1e-3 for a, b in itertools.combinations(outs, 2))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scale_that_is_not_positive(scale: float) -> None:
+    work = workload(q_len=33, k_len=40)
+    spec = replace(work.spec, positive_scale=False)
+    judged = verdict(replace(make_inputs(work, "cpu"), scale=scale), spec, f"{SMALL}_tma_heads")
+    assert judged.ok, judged.reason
+
+
+def test_neighbours_memory_is_not_read_into_a_result() -> None:
+    """NaN around every sequence and past the head dim changes nothing."""
+    work = workload(24, heads=2, kv_heads=2, q_len=33, k_len=35, mask=masks.full())
+    inputs = make_inputs(work, "cpu")
+    padded = {}
+    for name in ("q", "k", "v"):
+        tensor = getattr(inputs, name)
+        whole = torch.full((tensor.shape[0], tensor.shape[1] + 2, tensor.shape[2] + 70, 32), math.nan)
+        whole[:, 1:-1, 30:-40, :24] = tensor
+        padded[name] = whole[:, 1:-1, 30:-40, :24]
+    for loads in ("tma", "pointer"):
+        out, lse = run(replace(inputs, **padded), work.spec, f"{SMALL}_{loads}_heads")
+        expected, expected_lse = attention_reference(inputs.q, inputs.k, inputs.v, mask=inputs.mask)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
