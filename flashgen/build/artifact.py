@@ -1,0 +1,95 @@
+"""Artifact: one compiled kernel with everything a launch needs to know about it.
+
+Imports nothing but the standard library (through `codegen.abi`), so that a bundle can be read and
+launched where triton, jinja2 and sqlalchemy are absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.codegen.abi import Abi, DescriptorFacts
+from flashgen.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A cubin, how it is called, and what it uses.
+
+    It takes no scratch memory and runs without thread-block clusters: the compile step refuses a
+    kernel that would need either.
+    """
+
+    name: str
+    """The kernel's entry in the cubin."""
+    cubin: bytes
+    abi: Abi
+    shared_bytes: int
+    """Dynamic shared memory of one block."""
+    registers: int
+    """Of one thread."""
+    spill_bytes: int
+    """Local memory of one thread that spilled registers take."""
+    descriptors: tuple[DescriptorFacts, ...]
+    """One for each descriptor argument of the ABI, in order."""
+    triton: str
+    """Version of the compiler."""
+    arch: int
+    """Compute capability it was compiled for: 90 is sm_90."""
+    ptx: str = ""
+    """To read; empty where only the cubin was kept."""
+
+    def __post_init__(self) -> None:
+        wanted = sum(arg.is_descriptor for arg in self.abi.args)
+        if len(self.descriptors) != wanted:
+            raise InvalidArgument(
+                f"kernel {self.name} has {wanted} descriptor arguments, "
+                f"but {len(self.descriptors)} descriptor layouts were given"
+            )
+        if not self.cubin:
+            raise InvalidArgument(f"kernel {self.name} has an empty cubin")
+
+    @property
+    def cubin_sha256(self) -> str:
+        """Hex digest of the cubin."""
+        return hashlib.sha256(self.cubin).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the cubin, which is named by its hash, and the PTX; both are kept as files beside it."""
+        return {
+            "name": self.name,
+            "cubin_sha256": self.cubin_sha256,
+            "abi": self.abi.to_json(),
+            "shared_bytes": self.shared_bytes,
+            "registers": self.registers,
+            "spill_bytes": self.spill_bytes,
+            "descriptors": [
+                {
+                    "swizzle": facts.swizzle,
+                    "elem_size": facts.elem_size,
+                    "elem_type": facts.elem_type,
+                    "block": list(facts.block),
+                }
+                for facts in self.descriptors
+            ],
+            "triton": self.triton,
+            "arch": self.arch,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], cubin: bytes, ptx: str = "") -> Artifact:
+        """The inverse of `to_json`; `InvalidArgument` when the cubin is not the one that was described."""
+        found = hashlib.sha256(cubin).hexdigest()
+        if found != data["cubin_sha256"]:
+            raise InvalidArgument(
+                f"the cubin given for kernel {data['name']} has sha256 {found}, "
+                f"expected {data['cubin_sha256']}"
+            )
+        fields = {name: value for name, value in data.items() if name != "cubin_sha256"}
+        fields["abi"] = Abi.from_json(data["abi"])
+        fields["descriptors"] = tuple(
+            DescriptorFacts(**(facts | {"block": tuple(facts["block"])})) for facts in data["descriptors"]
+        )
+        return cls(cubin=cubin, ptx=ptx, **fields)

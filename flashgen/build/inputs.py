@@ -1,0 +1,174 @@
+"""Inputs for checking and timing: random normal tensors, and invented operands for the masks that need some.
+
+Zeros or a mask without padding would be timed differently from real data (a matrix product of zeros draws
+less power and runs at higher clocks), so the tuner measures on these and the record says how they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.build.arguments import call_facts
+from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.masks import Mask
+from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule
+from flashgen.spec.score_mods import ScoreMod
+
+TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
+"""Axes of (batch, heads, seq, head_dim) in each layout."""
+
+_OPERAND_TORCH = {
+    ours: getattr(torch, theirs.removeprefix("torch.")) for theirs, ours in TORCH_DTYPES.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A call's arguments: q (batch, heads, q_len, head_dim), k and v likewise with kv_heads and k_len,
+    in the order of axes of `layout`; the scale is 1 / sqrt(head_dim).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: Mask
+    score_mod: ScoreMod | None
+    scale: float
+    layout: str
+    density: str
+    """How the operands came about, as in `Record.density`."""
+
+    def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
+        return tensor.permute(LAYOUTS[self.layout])
+
+
+def make_inputs(
+    workload: Workload, device: torch.device | str, layout: str = "bhsd", seed: int = 0
+) -> Inputs:
+    """Random inputs of a workload: the same for the same seed and kind of device.
+
+    Raises:
+        InvalidArgument: the layout is unknown, a parameter of the rules has no value in `workload.params`,
+            or nobody can know what a sensible operand of the mask would be.
+    """
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"{layout=} must be one of {', '.join(LAYOUTS)}")
+    spec = workload.spec
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(heads: int, length: int, dim: int) -> torch.Tensor:
+        shape = (workload.batch, heads, length, dim)
+        ordered = [shape[axis] for axis in LAYOUTS[layout]]
+        return torch.randn(ordered, generator=generator, dtype=TORCH[spec.dtype], device=device)
+
+    mask, score_mod = make_rules(workload, device, seed)
+    return Inputs(
+        q=normal(workload.heads, workload.q_len, spec.head_dim),
+        k=normal(workload.kv_heads, workload.k_len, spec.head_dim),
+        v=normal(workload.kv_heads, workload.k_len, spec.head_dim_v),
+        mask=mask,
+        score_mod=score_mod,
+        scale=spec.head_dim**-0.5,
+        layout=layout,
+        density=density(workload),
+    )
+
+
+def make_rules(
+    workload: Workload, device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[Mask, ScoreMod | None]:
+    """The mask and score rule of a workload with its numbers and invented operands, equal on every device."""
+    spec, device = workload.spec, torch.device(device)
+    rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
+    values = [value for _, value in workload.params]
+    wanted = [name for rule in rules for name, _ in rule.params]
+    if len(values) != len(wanted):
+        raise InvalidArgument(
+            f"workload.params={workload.params} must give a number for each of: {', '.join(wanted) or 'none'}"
+        )
+    split = len(spec.mask.params)
+    generator = torch.Generator().manual_seed(seed)
+    mask = Mask(spec.mask, tuple(values[:split]), _operands(spec.mask, workload, device, generator))
+    if spec.score_mod is None:
+        return mask, None
+    drawn = _operands(spec.score_mod, workload, device, generator)
+    return mask, ScoreMod(spec.score_mod, tuple(values[split:]), drawn)
+
+
+def density(workload: Workload) -> str:
+    """How `make_inputs` invents the operands of a workload's rules; `full` when they have none."""
+    rules = [rule for rule in (workload.spec.mask, workload.spec.score_mod) if rule is not None]
+    kinds = {_invention(rule, operand).told for rule in rules for operand in rule.operands}
+    return ", ".join(sorted(kinds)) or "full"
+
+
+def contiguous_facts(workload: Workload) -> CallFacts:
+    """The facts of a call with freshly allocated tensors of these sizes; nothing is allocated for it."""
+    spec = workload.spec
+
+    def empty(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.empty(workload.batch, heads, length, dim, dtype=TORCH[spec.dtype], device="meta")
+
+    return call_facts(
+        empty(workload.heads, workload.q_len, spec.head_dim),
+        empty(workload.kv_heads, workload.k_len, spec.head_dim),
+        empty(workload.kv_heads, workload.k_len, spec.head_dim_v),
+        empty(workload.heads, workload.q_len, spec.head_dim_v),
+    )
+
+
+# Operands
+
+
+def _lengths(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
+    least = (workload.k_len + 1) // 2
+    drawn = torch.randint(least, workload.k_len + 1, (workload.batch,), generator=generator)
+    return drawn.to(_OPERAND_TORCH[operand.dtype])
+
+
+def _right_padding(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
+    kept = _lengths(workload, Operand("lengths", "i64", 1), generator)
+    return torch.arange(workload.k_len) < kept[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Invention:
+    draw: Callable[[Workload, Operand, torch.Generator], torch.Tensor]
+    told: str
+
+
+_INTEGERS = ("i32", "i64")
+_INVENTIONS: Mapping[tuple[tuple[str, ...], str], _Invention] = {
+    **{(("batch",), dtype): _Invention(_lengths, "lengths uniform in [k/2, k]") for dtype in _INTEGERS},
+    (("batch", "k_idx"), "i1"): _Invention(_right_padding, "right padding, lengths uniform in [k/2, k]"),
+}
+"""What a sensible operand is, by the symbols that index it and its dtype."""
+
+
+def _invention(rule: Rule, operand: Operand) -> _Invention:
+    loads = [load for load in ex.loads(rule.expr) if load.operand == operand.name]
+    symbols = {tuple(ex.to_text(index) for index in load.indices) for load in loads}
+    found = [_INVENTIONS[each, operand.dtype] for each in symbols if (each, operand.dtype) in _INVENTIONS]
+    if len(found) != len(symbols) or len(set(found)) != 1:
+        known = "; ".join(f"{dtype} [{', '.join(index)}]" for index, dtype in _INVENTIONS)
+        raise InvalidArgument(
+            f"no values can be invented for operand {operand.name} ({operand.dtype}) of {rule.text!r}; "
+            f"known kinds: {known}. Tune the mask without it"
+        )
+    return found[0]
+
+
+def _operands(
+    rule: Rule, workload: Workload, device: torch.device, generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        _invention(rule, operand).draw(workload, operand, generator).to(device) for operand in rule.operands
+    )

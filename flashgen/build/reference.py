@@ -1,0 +1,321 @@
+"""Attention in a few lines of torch: the meaning that every kernel is measured against.
+
+`attention_reference` is the definition. `online_attention` is the recurrence that kernels use, written out
+for people; it gives the same values whatever blocks the keys come in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
+from flashgen.spec.masks import Mask
+from flashgen.spec.rule import Bound
+from flashgen.spec.score_mods import ScoreMod
+
+CHUNK_SCORES = 2**27
+"""Scores held at a time: half a gigabyte in float32, a few times over with the temporaries of a rule."""
+
+
+# Rules on tensors
+
+
+def _gather(table: Tensor, *indices: Tensor | int) -> Tensor:
+    return table[indices]
+
+
+def _on_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` of tensors, given tensors and numbers."""
+
+    def call(*args: Tensor | int | float) -> Tensor:
+        device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
+
+        def tensor(arg: Tensor | int | float) -> Tensor:
+            # A float of no dimension keeps its digits, and takes the dtype of the tensor it meets.
+            dtype = torch.float64 if isinstance(arg, float) else None
+            return arg if isinstance(arg, Tensor) else torch.tensor(arg, device=device, dtype=dtype)
+
+        return function(*map(tensor, args))
+
+    return call
+
+
+_NAMED = ("where", "exp", "exp2", "log", "log2", "sqrt", "tanh", "floor")
+TORCH_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "[]": _gather,
+    "~": _on_tensors(torch.logical_not),
+    "min": _on_tensors(torch.minimum),
+    "max": _on_tensors(torch.maximum),
+    **{name: _on_tensors(getattr(torch, name)) for name in _NAMED},
+}
+"""How `expr.evaluate` computes on tensors what Python's operators do not."""
+
+
+def evaluate_rule(bound: Bound, env: Mapping[str, Any]) -> Any:
+    """The rule's expression with its own numbers and tensors, on tensors that broadcast.
+
+    Args:
+        env: the symbols; see `expr.SYMBOLS`.
+
+    Raises:
+        InvalidArgument: an operand has no tensor.
+    """
+    if bound.missing:
+        missing = ", ".join(operand.name for operand in bound.missing)
+        raise InvalidArgument(f"{bound.describe()} has no tensor for {missing}; give it with bind()")
+    names = [name for name, _ in bound.rule.params] + [operand.name for operand in bound.rule.operands]
+    own = zip(names, (*bound.values, *bound.tensors), strict=True)
+    return ex.evaluate(bound.rule.expr, {**env, **dict(own)}, TORCH_FUNCTIONS)
+
+
+# The definition
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    round_p_to: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact softmax attention, computed plainly, over as many query rows at a time as memory allows.
+
+    It can be differentiated; a row that sees no key has gradients of zero.
+
+    Args:
+        q: (batch, heads, q_len, head_dim).
+        k: (batch, kv_heads, k_len, head_dim); kv_heads divides heads, and each serves a group in order.
+        v: (batch, kv_heads, k_len, head_dim_v).
+        mask: keys that a query may see, applied after the score rule.
+        score_mod: applied to scores in natural units, after the scale.
+        scale: factor on the scores; 1 / sqrt(head_dim) if None.
+        dtype: float32 or float64, of the computation and of both results.
+        round_p_to: round where a kernel with inputs of this dtype rounds: the weights (exp2 of score minus
+            row maximum) before they meet v, and the output. The normaliser sums the unrounded weights.
+
+    Returns:
+        The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
+        (batch, heads, q_len). A row that sees no key has output 0 and logarithm -inf.
+
+    Raises:
+        InvalidArgument: shapes do not go together, or an operand of a rule is missing.
+    """
+    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
+    keys = slice(0, problem.k_len)
+    outputs, lses = [], []
+    with _ieee_matmul():
+        for rows in _chunks(problem):
+            scores = problem.scores(rows, keys)
+            maximum = _row_maximum(scores)
+            weights = torch.exp2((scores - maximum) * math.log2(math.e))
+            normaliser = weights.sum(-1, keepdim=True)
+            if round_p_to is not None:
+                weights = weights.to(round_p_to).to(dtype)
+            output, lse = _finished(maximum, normaliser, problem.weighted_values(weights, keys))
+            outputs.append(output)
+            lses.append(lse)
+    output = torch.cat(outputs, 2)
+    return output if round_p_to is None else output.to(round_p_to).to(dtype), torch.cat(lses, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """The inputs of one attention, in the precision of the computation, with heads grouped by key head."""
+
+    q: Tensor
+    """(batch, kv_heads, group, q_len, head_dim)"""
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    score_mod: ScoreMod | None
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        score_mod: ScoreMod | None,
+        scale: float | None,
+        dtype: torch.dtype,
+    ) -> _Problem:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == v.dim() == 4:
+            raise InvalidArgument(f"q, k and v are (batch, heads, rows, head_dim), not {shapes}")
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise InvalidArgument(
+                f"q and k share batch and head_dim, k and v share batch, heads and rows; not {shapes}"
+            )
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise InvalidArgument(f"the heads of k and v must divide those of q; not {shapes}")
+        if dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(f"{dtype=} must be torch.float32 or torch.float64")
+        if scale is None:
+            scale = 1 / math.sqrt(q.shape[3])
+        batch, heads, q_len, head_dim = q.shape
+        grouped = q.to(dtype).reshape(batch, k.shape[1], heads // k.shape[1], q_len, head_dim)
+        return cls(grouped, k.to(dtype), v.to(dtype), mask, score_mod, scale)
+
+    @property
+    def q_len(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def k_len(self) -> int:
+        return self.k.shape[2]
+
+    def scores(self, rows: slice, keys: slice) -> Tensor:
+        """Scores (batch, heads, rows, keys) after scale, score rule and mask; -inf for what is not seen."""
+        batch, kv_heads, group = self.q.shape[:3]
+        device = self.q.device
+        shape = (batch, kv_heads * group, rows.stop - rows.start, keys.stop - keys.start)
+        # The group joins the rows, so that no copy of the keys is made for each head of a group.
+        products: Tensor = self.q[:, :, :, rows].flatten(2, 3) @ self.k[:, :, keys].transpose(2, 3)
+        scores = products.reshape(shape) * self.scale
+        head = torch.arange(kv_heads * group, device=device).view(-1, 1, 1)
+        env = {
+            "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
+            "k_idx": torch.arange(keys.start, keys.stop, device=device),
+            "q_len": self.q_len,
+            "k_len": self.k_len,
+            "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+            "head": head,
+            "kv_head": head // group,
+        }
+        if self.score_mod is not None:
+            changed = evaluate_rule(self.score_mod, {**env, "score": scores})
+            scores = torch.as_tensor(changed, dtype=scores.dtype, device=device).expand_as(scores)
+        if self.mask is not None:
+            keep = torch.as_tensor(evaluate_rule(self.mask, env), device=device)
+            return scores.masked_fill(~keep, -math.inf)
+        return scores
+
+    def weighted_values(self, weights: Tensor, keys: slice) -> Tensor:
+        """weights @ v with each head's own values; (batch, heads, rows, head_dim_v)."""
+        batch, heads, rows, n_keys = weights.shape
+        kv_heads, head_dim_v = self.v.shape[1], self.v.shape[3]
+        by_group = weights.reshape(batch, kv_heads, heads // kv_heads * rows, n_keys)
+        product: Tensor = by_group @ self.v[:, :, keys]
+        return product.reshape(batch, heads, rows, head_dim_v)
+
+
+def _row_maximum(scores: Tensor) -> Tensor:
+    """The largest score of each row, 0 for a row of none: subtracting it leaves -inf alone, never NaN."""
+    if scores.shape[-1] == 0:
+        return scores.new_zeros((*scores.shape[:-1], 1))
+    maximum = scores.detach().amax(-1, keepdim=True)
+    return torch.where(maximum == -math.inf, 0.0, maximum)
+
+
+def _finished(maximum: Tensor, normaliser: Tensor, accumulator: Tensor) -> tuple[Tensor, Tensor]:
+    seen = normaliser > 0
+    # Divide by 1 where nothing was seen: 0 / 0 would come back as NaN in the gradient, whatever is selected.
+    divisor = torch.where(seen, normaliser, 1.0)
+    lse = torch.where(seen, maximum + torch.log(divisor), -math.inf)
+    return accumulator / divisor, lse.squeeze(-1)
+
+
+def _chunks(problem: _Problem) -> Iterator[slice]:
+    """Slices of query rows whose scores are at most `CHUNK_SCORES`, or single rows."""
+    batch, kv_heads, group = problem.q.shape[:3]
+    per_row = batch * kv_heads * group * problem.k_len
+    step = max(1, CHUNK_SCORES // max(1, per_row))
+    # One empty slice for no queries, so that there is something to concatenate.
+    for start in range(0, max(1, problem.q_len), step):
+        yield slice(start, min(start + step, problem.q_len))
+
+
+@contextlib.contextmanager
+def _ieee_matmul() -> Iterator[None]:
+    """float32 products in float32, even where the process allows TF32 or less."""
+    backends: Any = torch.backends
+    settings = (backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [each.fp32_precision for each in settings]
+    try:
+        for each in settings:
+            each.fp32_precision = "ieee"
+        yield
+    finally:
+        for each, precision in zip(settings, before, strict=True):
+            each.fp32_precision = precision
+
+
+# The recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineState:
+    """What the keys seen so far say about each row; a row that has seen none has maximum -inf."""
+
+    maximum: Tensor
+    """Largest score, (batch, heads, q_len, 1)."""
+    normaliser: Tensor
+    """Sum of exp(score - maximum), of the same shape."""
+    accumulator: Tensor
+    """Sum of exp(score - maximum) * value, (batch, heads, q_len, head_dim_v)."""
+
+
+def rescaled(state: OnlineState, maximum: Tensor) -> OnlineState:
+    """The same sums relative to a larger maximum: both of them, by the same factor."""
+    # A row that has seen no key has sums of 0, and a maximum of -inf that must not become inf - inf.
+    factor = torch.where(state.maximum == -math.inf, 0.0, torch.exp(state.maximum - maximum))
+    return OnlineState(maximum, state.normaliser * factor, state.accumulator * factor)
+
+
+def online_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    splits: Sequence[int],
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention by blocks of keys, keeping only a maximum, a normaliser and an accumulator for each row.
+
+    Args:
+        splits: rising positions at which a new block of keys begins; empty for one block.
+
+    The other arguments, the results and errors are those of `attention_reference`.
+    """
+    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
+    edges = [0, *splits, problem.k_len]
+    if sorted(edges) != edges:
+        raise InvalidArgument(f"{splits=} must rise within 0 and k_len={problem.k_len}")
+    rows = (q.shape[0], q.shape[1], q.shape[2])
+    zeros = q.new_zeros((*rows, 1), dtype=dtype)
+    state = OnlineState(zeros - math.inf, zeros, q.new_zeros((*rows, v.shape[3]), dtype=dtype))
+    with _ieee_matmul():
+        for start, stop in itertools.pairwise(edges):
+            if start == stop:
+                continue
+            scores = problem.scores(slice(0, problem.q_len), slice(start, stop))
+            maximum = torch.maximum(state.maximum, scores.amax(-1, keepdim=True))
+            seen_none = maximum == -math.inf
+            weights = torch.exp(scores - torch.where(seen_none, 0.0, maximum))
+            state = rescaled(state, maximum)
+            state = OnlineState(
+                maximum,
+                state.normaliser + weights.sum(-1, keepdim=True),
+                state.accumulator + problem.weighted_values(weights, slice(start, stop)),
+            )
+    return _finished(
+        torch.where(state.maximum == -math.inf, 0.0, state.maximum), state.normaliser, state.accumulator
+    )

@@ -1,0 +1,94 @@
+"""Targets read from a driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_cuda import FakeCuda, build, compiler
+
+from flashgen.build import device, driver
+from flashgen.build.device import current_target, device_count, live_target, read_target
+from flashgen.errors import InvalidArgument, LaunchFailed, UnknownName
+from flashgen.settings import Settings
+from flashgen.spec.target import TARGETS, Target, bandwidth_class
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler to build the stand-in with")
+
+CARDS = {
+    # product name, what its driver reports: SMs, memory clock (kHz), bus (bits), L2, capability, shared
+    "nvidia-h200": ("NVIDIA H200", 132, 3_201_000, 6144, 60 << 20, (9, 0), 227),
+    "nvidia-h100": ("NVIDIA H100 80GB HBM3", 132, 2_619_000, 5120, 50 << 20, (9, 0), 227),
+    "nvidia-a100": ("NVIDIA A100-SXM4-80GB", 108, 1_593_000, 5120, 40 << 20, (8, 0), 163),
+    "nvidia-rtx4090": ("NVIDIA GeForce RTX 4090", 128, 10_501_000, 384, 72 << 20, (8, 9), 99),
+}
+
+
+@pytest.fixture
+def cuda(tmp_path: Path) -> FakeCuda:
+    return FakeCuda(build(tmp_path))
+
+
+def report(cuda: FakeCuda, row: tuple) -> Target:
+    name, sms, clock, bus, l2, (major, minor), shared_kib = row
+    cuda.set_name(name)
+    cuda.set_attributes({16: sms, 36: clock, 37: bus, 38: l2, 75: major, 76: minor, 97: shared_kib << 10})
+    return read_target(cuda.driver, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CARDS)
+def test_a_known_card_is_its_row(cuda: FakeCuda, name: str) -> None:
+    found = report(cuda, CARDS[name])
+    assert found == TARGETS[name]
+    assert (found.name, found.key) == (name, TARGETS[name].key)
+
+
+@needs_compiler
+def test_an_unknown_card_has_its_own_facts_and_name(cuda: FakeCuda) -> None:
+    found = report(cuda, ("NVIDIA GeForce RTX 4070 Ti", 60, 10_501_000, 192, 48 << 20, (8, 9), 99))
+    assert found == Target(89, 60, 99 << 10, 48, bandwidth_class(504))
+    assert found.name == "nvidia-geforce-rtx-4070-ti"
+
+
+@needs_compiler
+def test_c25_the_same_silicon_under_another_label_is_the_same_target(cuda: FakeCuda) -> None:
+    _, *facts = CARDS["nvidia-h200"]
+    assert report(cuda, ("NVIDIA H200 NVL (rebranded)", *facts)).key == TARGETS["nvidia-h200"].key
+
+
+@needs_compiler
+def test_a_card_that_reports_no_clock_takes_the_class_of_the_nearest(cuda: FakeCuda) -> None:
+    found = report(cuda, ("GRID H200-141C", 132, 0, 0, 60 << 20, (9, 0), 227))
+    assert found.bandwidth in {row.bandwidth for row in TARGETS.values() if row.arch == 90}
+
+
+@needs_compiler
+def test_live_targets_come_from_the_driver_and_are_kept(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "driver", lambda: cuda.driver)
+    live_target.cache_clear()
+    try:
+        assert current_target(1) == TARGETS["nvidia-h200"]
+        assert current_target(1) is current_target(1)
+        with pytest.raises(InvalidArgument, match="GPU 2 does not exist; this process sees 2"):
+            live_target(2)
+        monkeypatch.setattr(device, "SETTINGS", Settings(target="nvidia-a100"))
+        assert current_target().name == "nvidia-a100"
+        assert live_target(0).name == "nvidia-h200", "what a bundle is compared with is never pretended"
+        monkeypatch.setattr(device, "SETTINGS", Settings(target="nvidia-a1000"))
+        with pytest.raises(UnknownName, match=r"known: .*nvidia-a100"):
+            current_target()
+    finally:
+        live_target.cache_clear()
+
+
+def test_without_a_gpu_the_message_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "driver", lambda: driver.Driver("libcuda-that-is-not-there.so.1"))
+    live_target.cache_clear()
+    assert device_count() == 0
+    with pytest.raises(
+        LaunchFailed, match=r"no GPU here: .*--target NAME or FLASHGEN_TARGET; known: .*nvidia-h200"
+    ):
+        current_target()

@@ -1,0 +1,106 @@
+"""Inputs for checking and timing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules
+from flashgen.errors import InvalidArgument
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
+from flashgen.spec.masks import causal, full, key_padding, sliding_window
+from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import softcap
+from flashgen.tune.suites import make_workload
+
+SIZES = {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 96, "k_len": 160, "batch": 3}
+
+
+def test_c31_inputs_are_random_normal_not_zero() -> None:
+    inputs = make_inputs(make_workload(mask=causal(), dtype="bf16", **SIZES), "cpu")
+    for tensor in (inputs.q, inputs.k, inputs.v):
+        values = tensor.float()
+        assert tensor.dtype is torch.bfloat16
+        assert abs(float(values.mean())) < 0.05
+        assert abs(float(values.std()) - 1) < 0.05
+        assert int((values == 0).sum()) < 10
+    assert inputs.density == "full"
+    assert inputs.scale == 64**-0.5
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_shapes_and_layouts(dtype: str) -> None:
+    workload = make_workload(mask=full(), dtype=dtype, head_dim_v=32, **SIZES)
+    for layout, q, v in (
+        ("bhsd", (3, 4, 96, 64), (3, 2, 160, 32)),
+        ("bshd", (3, 96, 4, 64), (3, 160, 2, 32)),
+    ):
+        inputs = make_inputs(workload, "cpu", layout)
+        assert (tuple(inputs.q.shape), tuple(inputs.v.shape)) == (q, v)
+        assert inputs.bhsd(inputs.q).shape == (3, 4, 96, 64)
+        assert inputs.q.is_contiguous()
+
+
+def test_the_same_seed_gives_the_same_inputs() -> None:
+    workload = make_workload(mask=key_padding(), dtype="fp32", **SIZES)
+    first, again, other = (make_inputs(workload, "cpu", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.q, again.q) and torch.equal(first.mask.tensors[0], again.mask.tensors[0])
+    assert not torch.equal(first.q, other.q)
+
+
+def test_lengths_and_padding_are_drawn_in_the_upper_half() -> None:
+    lengths = make_inputs(
+        make_workload(mask=key_padding(), dtype="fp32", **SIZES | {"batch": 200}), "cpu"
+    ).mask
+    drawn = lengths.tensors[0]
+    assert drawn.dtype is torch.int32
+    assert int(drawn.min()) >= 80 and int(drawn.max()) <= 160
+    assert len(drawn.unique()) > 40
+    keep = make_rules(make_workload(mask=key_padding("keep"), dtype="fp32", **SIZES))[0].tensors[0]
+    assert keep.shape == (3, 160) and keep.dtype is torch.bool
+    assert bool(keep[:, :80].all())
+    assert not bool((keep[:, 1:] & ~keep[:, :-1]).any()), "padding is on the right"
+
+
+def test_density_says_how_operands_were_drawn() -> None:
+    for mask, told in (
+        (full(), "full"),
+        (causal(), "full"),
+        (key_padding() & causal(), "lengths uniform in [k/2, k]"),
+        (key_padding("keep"), "right padding, lengths uniform in [k/2, k]"),
+    ):
+        assert density(make_workload(mask=mask, dtype="fp32", **SIZES)) == told
+
+
+def test_c39_no_operands_no_score_rule_and_no_lse_are_fine() -> None:
+    mask, score_mod = make_rules(make_workload(mask=full(), dtype="fp32", **SIZES))
+    assert (mask, mask.tensors, score_mod) == (full(), (), None)
+
+
+def test_parameters_go_to_mask_and_score_rule_in_order() -> None:
+    workload = make_workload(mask=sliding_window(31, 2), score_mod=softcap(20.0), dtype="fp32", **SIZES)
+    assert workload.params == (("left", 31), ("right", 2), ("cap", 20.0))
+    mask, score_mod = make_rules(workload)
+    assert mask == sliding_window(31, 2)
+    assert score_mod == softcap(20.0)
+
+
+def test_a_missing_parameter_is_named() -> None:
+    spec = AttentionSpec(64, 64, "fp32", sliding_window(31, 2).rule)
+    with pytest.raises(InvalidArgument, match="must give a number for each of: left, right"):
+        make_rules(Workload(spec, 1, 1, 1, 8, 8))
+
+
+def test_an_operand_nobody_can_invent_is_refused() -> None:
+    spec = AttentionSpec(64, 64, "fp32", Rule.parse("mask", "q_doc[q_idx] == 1 where q_doc: i32"))
+    with pytest.raises(InvalidArgument, match=r"no values can be invented for operand q_doc \(i32\)"):
+        make_rules(Workload(spec, 1, 1, 1, 8, 8))
+    with pytest.raises(InvalidArgument, match="must be one of bhsd, bshd"):
+        make_inputs(make_workload(mask=full(), dtype="fp32", **SIZES), "cpu", layout="sbhd")
+
+
+def test_facts_of_fresh_tensors_need_no_memory() -> None:
+    workload = make_workload(mask=full(), dtype="bf16", **SIZES)
+    assert contiguous_facts(workload) == CallFacts("aligned", tma=True)
+    huge = make_workload(mask=full(), dtype="bf16", **SIZES | {"k_len": 2**23, "heads": 64, "kv_heads": 64})
+    assert contiguous_facts(huge) == CallFacts("aligned", tma=True, wide=True)

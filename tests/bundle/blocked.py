@@ -1,0 +1,60 @@
+"""Run as a script: opens a bundle and launches from it where the whole compiler side is missing.
+
+    python blocked.py BUNDLE
+
+Importing triton, jinja2, sqlalchemy, alembic or optuna raises, and PATH is empty, so no C compiler is found.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+
+FORBIDDEN = ("triton", "jinja2", "sqlalchemy", "alembic", "optuna")
+
+
+class Block(importlib.abc.MetaPathFinder):
+    """Refuses the forbidden modules before any other finder is asked."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] in FORBIDDEN:
+            raise ImportError(f"{name} is blocked in this process")
+
+
+def block() -> None:
+    """From here on the process has no compiler side."""
+    sys.meta_path.insert(0, Block())
+    os.environ["PATH"] = ""
+
+
+def loaded() -> list[str]:
+    """Forbidden modules that were imported all the same."""
+    return sorted({name.partition(".")[0] for name in sys.modules} & set(FORBIDDEN))
+
+
+def main(path: str) -> None:
+    from flashgen.bundle.load import load_bundle, verify_bundle
+    from flashgen.spec.attention import CallFacts
+
+    assert verify_bundle(path).ok
+    bundle = load_bundle(path, 0)
+    record = bundle.manifest.records[0]
+    work = record.workload
+    spec = work.spec
+    assert bundle.ranked(work, bundle.target)[0] == record
+    kernel = bundle.kernel(spec, record.config, CallFacts("aligned", tma=True), 0)
+
+    def strides(heads: int, rows: int) -> tuple[int, ...]:
+        return (heads * rows * spec.head_dim, rows * spec.head_dim, spec.head_dim, 1)
+
+    q, k = strides(work.heads, work.q_len), strides(work.kv_heads, work.k_len)
+    sizes = (work.batch, work.heads, work.kv_heads, work.heads // work.kv_heads, work.q_len, work.k_len)
+    env = (4096, 8192, 12288, 16384, 0, *q, *k, *k, *q, *sizes, spec.head_dim, spec.head_dim_v, 0.125)
+    kernel.launch(env, 0)
+    print("launched", kernel.artifact.name, "forbidden:", loaded())
+
+
+if __name__ == "__main__":
+    block()
+    main(sys.argv[1])

@@ -1,0 +1,519 @@
+"""Bundles: written, verified, loaded and launched; and what damage, links and other GPUs get."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cuda import FakeCuda, build, compiler
+from made import H200, SPEC, VERSIONS, config, kernels, record, records, with_lse
+
+from flashgen.build import device, launch
+from flashgen.bundle.load import Bundle, load_bundle, verify_bundle
+from flashgen.bundle.manifest import FORMAT, BundledKernel, _digest
+from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+from flashgen.codegen.abi import environment_names
+from flashgen.errors import BundleError, InvalidArgument, LaunchFailed, Unsupported
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.record import Measurement, Status
+from flashgen.spec.target import find_target
+
+pytestmark = pytest.mark.compile
+ALIGNED = CallFacts("aligned", tma=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[BundledKernel, ...]:
+    return kernels(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def whole(compiled: tuple[BundledKernel, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(records(), compiled, tmp_path_factory.mktemp("out") / "b", H200, VERSIONS)
+
+
+@pytest.fixture
+def bundle(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver with two H200s in the place of this machine's."""
+    if compiler() is None:
+        pytest.skip("no C compiler to build the stand-in with")
+    fake = FakeCuda(build(tmp_path))
+    monkeypatch.setattr(device, "driver", lambda: fake.driver)
+    monkeypatch.setattr(launch, "driver", lambda: fake.driver)
+    device.live_target.cache_clear()
+    yield fake
+    device.live_target.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise LaunchFailed("the CUDA driver cannot be opened")
+
+    monkeypatch.setattr(device, "driver", absent)
+    monkeypatch.setattr(launch, "driver", absent)
+    device.live_target.cache_clear()
+
+
+# Round trip
+
+
+def test_a_bundle_is_readable_and_complete(whole: Path, compiled: tuple[BundledKernel, ...]) -> None:
+    data = json.loads((whole / "manifest.json").read_text())
+    assert data["format"] == 1
+    assert data["target"] == H200.to_json()
+    assert data["target_key"] == H200.key
+    assert data["versions"] == VERSIONS.to_json()
+    first = data["entries"][0]
+    assert first["spec"] == SPEC.key
+    assert first["bucket"] == "b2 h8 kv2 q512 k512"
+    assert first["record"] == records()[0].to_json()
+    assert len(first["kernels"]) == 2, "with and without the LSE"
+    assert len(data["kernels"]) == len(compiled) == 6
+    by_cubin = {kernel["cubin"]: kernel for kernel in data["kernels"]}
+    assert by_cubin.keys() == {name for name in data["files"] if name.endswith(".cubin")}
+    kernel = by_cubin[first["kernels"][0]]
+    assert kernel["config"] == config("tma").to_json()
+    assert kernel["artifact"]["abi"] == compiled[0].artifact.abi.to_json()
+    assert data["files"][kernel["cubin"]]["sha256"] == kernel["artifact"]["cubin_sha256"]
+    assert (whole / kernel["source"]).read_text() == compiled[0].text
+    assert (whole / kernel["cubin"]).read_bytes() == compiled[0].artifact.cubin
+    assert sorted(path.name for path in whole.iterdir()) == ["cubins", "kernels", "manifest.json"]
+
+
+def test_verify_reports_what_a_bundle_holds(whole: Path) -> None:
+    report = verify_bundle(whole)
+    assert (report.ok, report.problems, report.target) == (True, (), H200.describe())
+    assert (report.records, report.kernels, report.files) == (4, 6, 10)
+    total = sum(f.stat().st_size for folder in ("kernels", "cubins") for f in (whole / folder).iterdir())
+    assert report.bytes == total
+    assert report.to_json()["ok"] is True
+
+
+def test_records_and_kernels_come_back_equal(
+    whole: Path, compiled: tuple[BundledKernel, ...], no_gpu: None
+) -> None:
+    loaded = load_bundle(whole)
+    assert loaded.target == H200
+    assert loaded.manifest.records == records()
+    assert loaded.manifest.versions == VERSIONS
+    assert [loaded._artifacts[e.cubin] for e in loaded.manifest.kernels] == [
+        replace(kernel.artifact, ptx="") for kernel in compiled
+    ]
+
+
+def test_a_bundle_ranks_its_records(whole: Path, no_gpu: None) -> None:
+    loaded = load_bundle(whole)
+    by_tma, by_pointer, later_tma, later_pointer = records()
+    asked = Workload(with_lse(SPEC), 2, 8, 2, 400, 512)
+    # The best of each admission class first, then the exact bucket before the nearest.
+    assert loaded.ranked(asked, H200)[:2] == (by_tma, by_pointer)
+    assert loaded.ranked(Workload(SPEC, 2, 8, 2, 4000, 4000), H200)[:2] == (later_tma, later_pointer)
+    assert loaded.ranked(asked, find_target("nvidia-h100")) == ()
+    assert loaded.ranked(Workload(replace(SPEC, dtype="fp16"), 2, 8, 2, 400, 512), H200) == ()
+
+
+@pytest.mark.parametrize(
+    ("loads", "facts", "found"),
+    [
+        ("tma", ALIGNED, ALIGNED),
+        ("tma", CallFacts("aligned", tma=False), None),
+        ("tma", CallFacts("aligned", tma=True, wide=True), None),
+        ("pointer", ALIGNED, ALIGNED),
+        ("pointer", CallFacts("aligned", tma=False), ALIGNED),
+        ("pointer", CallFacts("aligned", tma=True, wide=True), ANY_CALL),
+        ("pointer", CallFacts("unit", tma=False), ANY_CALL),
+        ("pointer", CallFacts("strided", tma=False), ANY_CALL),
+        ("pointer", ANY_CALL, ANY_CALL),
+    ],
+)
+def test_a_call_gets_the_strictest_kernel_that_serves_it(
+    whole: Path, no_gpu: None, loads: str, facts: CallFacts, found: CallFacts | None
+) -> None:
+    entry = load_bundle(whole).find(with_lse(SPEC), config(loads), facts)
+    assert (entry and entry.facts) == found
+    assert entry is None or entry.spec.return_lse
+
+
+def test_every_call_of_a_spec_has_a_fallback(whole: Path, no_gpu: None) -> None:
+    loaded = load_bundle(whole)
+    for facts in (ALIGNED, CallFacts("unit", tma=False), ANY_CALL):
+        assert loaded.fallback(SPEC, facts) is not None
+    assert loaded.fallback(SPEC, ANY_CALL) == config("pointer")
+    assert loaded.fallback(replace(SPEC, head_dim=128), ALIGNED) is None
+    with pytest.raises(
+        Unsupported, match=r"no kernel m64n32w4s2_tma_heads for unit calls .*; it has: m64n32w4s2_"
+    ):
+        loaded.kernel(SPEC, config("tma"), CallFacts("unit", tma=False))
+
+
+def env(spec: Any = SPEC) -> tuple[Any, ...]:
+    strides = (
+        8 * 512 * 64,
+        512 * 64,
+        64,
+        1,
+        *(2 * 512 * 64, 512 * 64, 64, 1) * 2,
+        8 * 512 * 64,
+        512 * 64,
+        64,
+        1,
+    )
+    made = (4096, 8192, 12288, 16384, 0, *strides, 2, 8, 2, 4, 512, 512, 64, 64, 0.125)
+    assert len(made) == len(environment_names(spec))
+    return made
+
+
+def test_c37_kernels_are_loaded_on_first_use_on_each_gpu(whole: Path, cuda: FakeCuda) -> None:
+    loaded = load_bundle(whole)
+    entry = loaded.find(SPEC, config("tma"), ALIGNED)
+    assert entry is not None
+    cuda.expect_kernel(loaded._artifacts[entry.cubin])
+    assert cuda.get("fake_loads") == 0
+    first = loaded.kernel(SPEC, config("tma"), ALIGNED, 0)
+    second = loaded.kernel(SPEC, config("tma"), ALIGNED, 1)
+    assert cuda.get("fake_loads") == 2
+    assert loaded.kernel(SPEC, config("tma"), ALIGNED, 1) is second
+    assert (cuda.get("fake_loads"), first.device_index, second.device_index) == (2, 0, 1)
+    second.launch(env(), 77)
+    assert cuda.config() == {
+        "grid": (8 * 8 * 2, 1, 1),
+        "block": (128, 1, 1),
+        "shared": loaded._artifacts[entry.cubin].shared_bytes,
+        "stream": 77,
+        "attrs": 0,
+    }
+    assert cuda.launch_context() == cuda.driver.primary_context(1)
+
+
+# Another GPU, or none
+
+
+def test_c37_another_gpu_is_refused_with_both_named(whole: Path, cuda: FakeCuda) -> None:
+    cuda.set_name("NVIDIA A100-SXM4-80GB")
+    cuda.set_attributes({16: 108, 36: 1_593_000, 37: 5120, 38: 40 << 20, 75: 8, 76: 0, 97: 163 << 10})
+    a100 = find_target("nvidia-a100")
+    for index in (None, 0, 1):
+        with pytest.raises(BundleError) as refused:
+            load_bundle(whole, index)
+        assert H200.describe() in str(refused.value)
+        assert a100.describe() in str(refused.value)
+        assert "flashgen export --target nvidia-a100" in str(refused.value)
+    assert cuda.get("fake_loads") == 0
+
+
+def test_a_gpu_is_checked_when_a_kernel_is_first_loaded_on_it(whole: Path, cuda: FakeCuda) -> None:
+    loaded = load_bundle(whole, 0)
+    device.live_target.cache_clear()
+    cuda.set_attributes({16: 114})
+    with pytest.raises(
+        BundleError, match=r"GPU 1 is nvidia-h200 \(cuda-sm90-114sm|GPU 1 is \S+ \(cuda-sm90-114sm"
+    ):
+        loaded.kernel(SPEC, config("tma"), ALIGNED, 1)
+
+
+def test_without_a_gpu_the_manifest_serves_and_a_launch_is_refused(whole: Path, no_gpu: None) -> None:
+    loaded = load_bundle(whole)
+    assert len(loaded.ranked(records()[0].workload, H200)) == 2
+    with pytest.raises(LaunchFailed, match="no GPU here"):
+        loaded.kernel(SPEC, config("tma"), ALIGNED)
+    with pytest.raises(LaunchFailed, match="no GPU here"):
+        load_bundle(whole, 0)
+
+
+def test_a_pretended_target_does_not_open_a_bundle(
+    whole: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashgen.settings import Settings
+
+    monkeypatch.setattr(device, "SETTINGS", Settings(target="nvidia-h200"))
+    cuda.set_attributes({16: 114})
+    with pytest.raises(BundleError, match="is for nvidia-h200"):
+        load_bundle(whole)
+
+
+# Damage
+
+
+def manifest_of(bundle: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
+    return data
+
+
+def rewrite(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the manifest and makes its own hash right again, as someone with intent would."""
+    data = manifest_of(bundle)
+    change(data)
+    data["sha256"] = _digest({k: v for k, v in data.items() if k not in ("format", "sha256")})
+    (bundle / "manifest.json").write_text(json.dumps(data))
+
+
+def refused(bundle: Path, *texts: str) -> None:
+    """The bundle is not loaded, and both ways of asking say why, naming each of `texts`."""
+    report = verify_bundle(bundle)
+    assert not report.ok
+    with pytest.raises(BundleError) as error:
+        load_bundle(bundle)
+    for text in texts:
+        assert text in "\n".join(report.problems)
+        assert text in str(error.value)
+
+
+def a_file(bundle: Path, folder: str) -> Path:
+    return sorted((bundle / folder).iterdir())[0]
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.mark.parametrize("folder", ["cubins", "kernels"])
+def test_a_flipped_bit_is_found(bundle: Path, folder: str) -> None:
+    path = a_file(bundle, folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    refused(bundle, f"{name_of(path)} is damaged: sha256")
+
+
+def test_a_truncated_file_and_a_grown_one_are_found(bundle: Path) -> None:
+    one, two = sorted((bundle / "cubins").iterdir())[:2]
+    one.write_bytes(one.read_bytes()[:-1])
+    two.write_bytes(two.read_bytes() + b"\0")
+    refused(bundle, f"{name_of(one)} is damaged", f"{name_of(two)} has")
+
+
+def test_missing_files_are_all_named(bundle: Path) -> None:
+    gone = [a_file(bundle, "cubins"), a_file(bundle, "kernels")]
+    for path in gone:
+        path.unlink()
+    refused(bundle, *(f"{name_of(path)} cannot be read: it is missing" for path in gone))
+    shutil.rmtree(bundle / "kernels")
+    refused(bundle, f"{name_of(gone[1])} cannot be read: it is missing")
+
+
+def test_extra_files_are_named(bundle: Path) -> None:
+    (bundle / "cubins" / "other.cubin").write_bytes(b"\x7fELF")
+    (bundle / "setup.py").write_text("")
+    (bundle / "kernels" / "__pycache__").mkdir()
+    refused(
+        bundle,
+        "cubins/other.cubin is not in manifest.json",
+        "setup.py is no part of a bundle",
+        "kernels/__pycache__ is not in manifest.json",
+    )
+
+
+def test_links_are_refused(bundle: Path, tmp_path: Path) -> None:
+    path = a_file(bundle, "cubins")
+    elsewhere = tmp_path / "elsewhere.cubin"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    refused(bundle, f"{name_of(path)} cannot be read: links are refused")
+
+
+def test_a_linked_folder_is_refused(bundle: Path, tmp_path: Path) -> None:
+    (bundle / "cubins").rename(tmp_path / "cubins")
+    (bundle / "cubins").symlink_to(tmp_path / "cubins")
+    refused(bundle, "cubins is no part of a bundle (a link)", "links are refused")
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(bundle: Path) -> None:
+    path = a_file(bundle, "cubins")
+    path.unlink()
+    os.mkfifo(path)
+    refused(bundle, f"{name_of(path)} is not a regular file")
+
+
+def test_a_damaged_manifest_is_refused(bundle: Path) -> None:
+    path = bundle / "manifest.json"
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    refused(bundle, "manifest.json is damaged: not JSON")
+    path.write_text(text.replace('"registers": 98', '"registers": 99'))
+    refused(bundle, "manifest.json is damaged: its contents do not match its sha256")
+    path.write_bytes(b"\xff\xfe\x00")
+    refused(bundle, "codec can't decode")
+    path.write_text("[" * 100_000)
+    refused(bundle, "manifest.json is damaged: not JSON")
+    path.write_text("[]")
+    refused(bundle, "this is not a FlashGen bundle")
+    path.unlink()
+    refused(bundle, "manifest.json cannot be read: the folder has none")
+
+
+@pytest.mark.parametrize("number", [0, FORMAT + 1, "1", None])
+def test_another_format_is_refused_before_its_contents_are_looked_at(bundle: Path, number: object) -> None:
+    (bundle / "manifest.json").write_text(json.dumps({"format": number, "whatever": 1}))
+    refused(bundle, f"format {number!r}; this FlashGen reads format 1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.cubin",
+        "/etc/passwd",
+        "cubins/../../x.cubin",
+        "cubins/a/b.cubin",
+        "cubins/.cubin",
+        "x.cubin",
+    ],
+)
+def test_a_name_that_leaves_the_bundle_is_refused(bundle: Path, name: str) -> None:
+    rewrite(bundle, lambda data: data["files"].update({name: {"sha256": "0" * 64, "bytes": 1}}))
+    refused(bundle, f"manifest.json names the file {name!r}")
+
+
+def test_sizes_are_checked_before_anything_is_read(bundle: Path) -> None:
+    name = name_of(a_file(bundle, "cubins"))
+    rewrite(bundle, lambda data: data["files"][name].update(bytes=1 << 40))
+    refused(bundle, f"manifest.json describes {name} wrongly")
+    with (bundle / "manifest.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    refused(bundle, "manifest.json has 67108865 bytes, at most 67108864")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: d["kernels"][0]["spec"]["mask"].update(text="__import__('os')"), "does not understand"),
+        (lambda d: d["kernels"][0]["spec"].update(head_dim=1000), "head_dim=1000 is not served"),
+        (lambda d: d["kernels"][0]["artifact"]["abi"]["environment"].reverse(), "in another order"),
+        (lambda d: d["kernels"][0]["artifact"].update(arch=80), "is for sm_80, the bundle for nvidia-h200"),
+        (
+            lambda d: d["kernels"][0]["artifact"].update(descriptors=[]),
+            "is described wrongly: InvalidArgument",
+        ),
+        (lambda d: d["kernels"][0]["artifact"].pop("shared_bytes"), "is described wrongly: TypeError"),
+        (
+            lambda d: d["kernels"][0].update(cubin=d["kernels"][2]["cubin"]),
+            "contradicts itself about cubins/",
+        ),
+        (
+            lambda d: d.pop("entries"),
+            "does not understand (KeyError: 'entries'); it was written by FlashGen 0.1.0",
+        ),
+        (lambda d: d["target"].update(cores=1), "does not understand (TypeError"),
+        (lambda d: d.update(files=[]), "does not understand"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(
+    bundle: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    rewrite(bundle, change)
+    refused(bundle, told)
+
+
+def test_all_problems_are_listed_together(bundle: Path) -> None:
+    for path in (bundle / "cubins").iterdir():
+        path.write_bytes(b"x")
+    report = verify_bundle(bundle)
+    assert len(report.problems) == 6
+    with pytest.raises(BundleError) as error:
+        load_bundle(bundle)
+    assert str(error.value).count("is damaged") == 6
+
+
+def test_what_is_no_folder_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a folder"):
+        load_bundle(tmp_path / "nothing")
+    assert verify_bundle(tmp_path / "nothing").problems == (
+        "manifest.json cannot be read: the folder has none: this is not a FlashGen bundle",
+    )
+
+
+def test_a_bundle_in_memory_does_not_change_with_its_files(bundle: Path, no_gpu: None) -> None:
+    loaded: Bundle = load_bundle(bundle)
+    shutil.rmtree(bundle)
+    entry = loaded.find(SPEC, config("tma"), ALIGNED)
+    assert entry is not None
+    assert loaded._artifacts[entry.cubin].cubin[:4] == b"\x7fELF"
+
+
+# Writing
+
+
+def test_an_older_bundle_is_replaced_and_nothing_else(
+    bundle: Path, compiled: tuple[BundledKernel, ...], tmp_path: Path
+) -> None:
+    rewrite(bundle, lambda data: data.update(created_at="1999"))
+    write_bundle(records(), compiled, bundle, H200, VERSIONS)
+    assert manifest_of(bundle)["created_at"] > "2020"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"], "no temporary folder is left"
+    (tmp_path / "empty").mkdir()
+    write_bundle(records(), compiled, tmp_path / "empty", H200, VERSIONS)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("mine")
+    for place in (home, home / "thesis.txt"):
+        with pytest.raises(InvalidArgument, match="exists and is not a FlashGen bundle"):
+            write_bundle(records(), compiled, place, H200, VERSIONS)
+    (bundle / "thesis.txt").write_text("mine")
+    with pytest.raises(InvalidArgument, match="exists and is not a FlashGen bundle"):
+        write_bundle(records(), compiled, bundle, H200, VERSIONS)
+    assert (bundle / "thesis.txt").read_text() == "mine"
+
+
+def test_c34_a_full_disk_leaves_nothing_and_keeps_the_old_bundle(
+    bundle: Path, compiled: tuple[BundledKernel, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(BundleError, match=r"cannot write the bundle .*No space left on device"):
+        write_bundle(records(), compiled, bundle, H200, VERSIONS)
+    monkeypatch.undo()
+    assert verify_bundle(bundle).ok
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_what_cannot_be_exported_is_refused(compiled: tuple[BundledKernel, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def refuses(told: str, recs: Any = None, kerns: Any = None, target: Any = H200) -> None:
+        with pytest.raises(InvalidArgument, match=told):
+            write_bundle(
+                records() if recs is None else recs,
+                compiled if kerns is None else kerns,
+                out,
+                target,
+                VERSIONS,
+            )
+        assert not out.exists()
+
+    slow = replace(record("tma", 512, 1.0), measurement=Measurement(Status.SLOW, reason="stopped early"))
+    foreign = replace(record("tma", 512, 1.0), target=find_target("nvidia-h100"))
+    refuses("needs at least one kernel", kerns=())
+    refuses("is SLOW: stopped early; only OK ones", recs=(slow,))
+    refuses("is of nvidia-h100", recs=(foreign,))
+    refuses(
+        "was compiled for sm_90, the bundle is for nvidia-a100", recs=(), target=find_target("nvidia-a100")
+    )
+    refuses("no kernel was given for b2h8kv2q512k512 with m64n32w4s2_pointer_heads", kerns=compiled[:2])
+    refuses("serves unaligned calls", recs=(), kerns=compiled[:3])
+
+
+def test_what_a_config_needs_follows_from_its_admission() -> None:
+    assert [(spec.return_lse, facts) for spec, facts in wanted(SPEC, "tma")] == [
+        (False, ALIGNED),
+        (True, ALIGNED),
+    ]
+    assert [(spec.return_lse, facts) for spec, facts in wanted(with_lse(SPEC), "any")] == [
+        (False, ALIGNED),
+        (False, ANY_CALL),
+        (True, ALIGNED),
+        (True, ANY_CALL),
+    ]

@@ -1,0 +1,186 @@
+"""Offline compiles with ptxas: every target, what the machine code is made of, the cache, refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.build import compile as compiler
+from flashgen.build.artifact import Artifact
+from flashgen.build.compile import compile_kernel, load_module, sass, toolchain
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.source import render, write
+from flashgen.errors import CompileFailed, DoesNotFit
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.target import TARGETS
+
+FAMILY = FAMILIES["attention_fwd"]
+ALIGNED = CallFacts()
+ANY = CallFacts("strided", tma=False, wide=True)
+CAUSAL = AttentionSpec(64, 64, "bf16", masks.causal().rule, return_lse=True)
+H200 = TARGETS["nvidia-h200"]
+ONE_EACH_ARCH = {t.arch: t for t in TARGETS.values()}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def build(spec: AttentionSpec, config: str, facts: CallFacts, target: Any, cache: Path) -> Artifact:
+    return compile_kernel(render(spec, FAMILY.find(config), toolchain()), facts, target, cache)
+
+
+@pytest.mark.parametrize("arch", sorted(ONE_EACH_ARCH))
+def test_default_compiles_for_every_architecture(arch: int, cache: Path) -> None:
+    target = ONE_EACH_ARCH[arch]
+    config = FAMILY.default(CAUSAL, target, ALIGNED)
+    artifact = build(CAUSAL, config.name, ALIGNED, target, cache)
+    assert artifact.arch == arch and f"sm_{arch}" in artifact.ptx
+    assert 0 < artifact.registers <= 255
+    assert (
+        FAMILY.shared_bytes(config, CAUSAL, target).least <= artifact.shared_bytes <= target.shared_per_block
+    )
+    assert len(artifact.descriptors) == (3 if target.has_tma else 0)
+
+
+def test_hopper_uses_asynchronous_products_and_descriptor_loads(cache: Path) -> None:
+    code = sass(build(CAUSAL, "m64n64w4s2_tma_heads", ALIGNED, H200, cache).cubin)
+    assert "HGMMA" in code and "UTMALDG.4D" in code
+
+
+def test_aligned_pointer_loads_are_16_bytes_wide(cache: Path) -> None:
+    """Without the ABI's divisibility each load would be of 2 bytes: another kernel than the one that runs."""
+    aligned = build(CAUSAL, "m64n64w4s2_pointer_heads", ALIGNED, H200, cache).ptx
+    unaligned = build(CAUSAL, "m64n64w4s2_pointer_heads", ANY, H200, cache).ptx
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10", aligned)
+    assert "cp.async.cg" not in unaligned
+
+
+def test_stride_types_follow_the_call(cache: Path) -> None:
+    narrow = build(CAUSAL, "m64n64w4s2_pointer_heads", CallFacts("unit", tma=False), H200, cache)
+    wide = build(CAUSAL, "m64n64w4s2_pointer_heads", ANY, H200, cache)
+    count = [
+        len(re.findall(r"\.param \.b64 \w+|\.param \.u64 \w+", a.ptx.split(")")[0])) for a in (narrow, wide)
+    ]
+    assert count[1] > count[0]
+
+
+VARIED = (
+    AttentionSpec(96, 72, "fp16", masks.sliding_window(9, 3).rule, score_mods.softcap(5.0).rule),
+    AttentionSpec(64, 64, "bf16", (masks.causal() & masks.key_padding("keep")).rule),
+    AttentionSpec(64, 64, "bf16", (masks.sliding_window(9, 3) | ~masks.sliding_window(99, 99)).rule),
+    AttentionSpec(64, 64, "fp32", masks.causal().rule, fp32_precision="tf32"),
+    AttentionSpec(192, 128, "bf16", masks.causal().rule, positive_scale=False),
+)
+
+
+@pytest.mark.parametrize("spec", VARIED, ids=lambda s: s.key.replace(" ", "_")[:40])
+def test_masks_rules_and_dims_compile(spec: AttentionSpec, cache: Path) -> None:
+    artifact = build(spec, "m64n32w4s2_tma_heads", ALIGNED, H200, cache)
+    assert artifact.shared_bytes <= H200.shared_per_block
+
+
+def test_artifacts_are_cached_by_content(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(CAUSAL, "m64n32w4s2_tma_heads", ALIGNED, H200, cache)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "_compile", refuse)
+    assert build(CAUSAL, "m64n32w4s2_tma_heads", ALIGNED, H200, cache) == first
+
+
+def test_damaged_cache_entry_is_compiled_again(tmp_path: Path) -> None:
+    first = build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, tmp_path)
+    (cubin,) = (tmp_path / "artifacts").glob("*.cubin")
+    cubin.write_bytes(cubin.read_bytes()[:100])
+    assert build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, tmp_path).cubin == first.cubin
+
+
+def test_c34_cache_that_cannot_be_written_costs_only_the_compile(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    artifact = build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, tmp_path / "file" / "cache")
+    assert artifact.cubin
+
+
+def test_c15_too_much_shared_memory_is_refused_with_numbers(cache: Path) -> None:
+    spec = AttentionSpec(256, 256, "bf16")
+    with pytest.raises(
+        DoesNotFit, match=r"needs \d+\.\d KB of shared memory a block, nvidia-rtx4090 has 99 KB"
+    ):
+        build(spec, "m64n64w4s2_pointer_heads", ALIGNED, TARGETS["nvidia-rtx4090"], cache)
+
+
+def test_compiler_errors_keep_their_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = render(CAUSAL, FAMILY.find("m16n32w4s1_tma_heads"), toolchain())
+    broken = source.text.replace("row_max = new_max", "row_max = no_such_name")
+    monkeypatch.setattr(compiler, "write", lambda _, folder: _written(broken, folder))
+    with pytest.raises(CompileFailed, match="no_such_name"):
+        compiler._compile(source, source.abi(ALIGNED), H200, cache)
+
+
+def _written(text: str, folder: Path) -> Path:
+    path = folder / "broken.py"
+    path.write_text(text)
+    return path
+
+
+class _OfflineDriver:
+    """Enough of a driver for Triton's own JIT to specialise and compile for an H200."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_the_jit_would_build_the_same_code(cache: Path, tmp_path: Path) -> None:
+    """One compile path: what we build offline is what `kernel[grid](...)` would have specialised to."""
+    from triton.runtime import driver
+
+    spec = AttentionSpec(64, 64, "bf16", masks.causal().rule)
+    source = render(spec, FAMILY.find("m64n64w4s2_pointer_heads"), toolchain())
+    ours = compile_kernel(source, ALIGNED, H200, cache)
+    function = getattr(load_module(write(source, tmp_path)), source.name)
+    q = torch.empty(2, 4, 128, 64, dtype=torch.bfloat16)
+    values = {
+        "q": q,
+        "k": q,
+        "v": q,
+        "out": q,
+        "heads": 4,
+        "heads_per_kv": 4,
+        "q_len": 127,
+        "k_len": 127,
+        "scale": 0.1,
+    }
+    strides = dict(zip(("batch", "head", "row", "dim"), q.stride(), strict=True))
+    args = [values.get(a.source, strides.get(a.source.split(".")[-1])) for a in ours.abi.args]
+    previous = driver._active
+    driver.set_active(_OfflineDriver())
+    try:
+        options = {"num_warps": ours.abi.num_warps, "num_stages": ours.abi.num_stages}
+        theirs = function.warmup(*args, grid=(1,), **options)
+    finally:
+        driver._active = previous
+    assert _instructions(sass(theirs.asm["cubin"])) == _instructions(sass(ours.cubin))
+
+
+def _instructions(text: str) -> list[str]:
+    """The machine instructions, without addresses, encodings and headers."""
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?;)", text, re.MULTILINE)

@@ -1,0 +1,54 @@
+"""Every family compiles on every GPU generation; also run under another triton, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashgen.build.compile import compile_kernel, toolchain
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.source import render
+from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.masks import parse_mask
+from flashgen.spec.score_mods import parse_score_mod
+from flashgen.spec.target import find_target
+
+pytestmark = pytest.mark.lane
+
+ALIGNED = CallFacts()
+STRIDED = CallFacts("strided", tma=False, wide=True)
+SOFTCAP = parse_score_mod("softcap(30.0)").rule
+
+CASES = [
+    ("nvidia-a100", ALIGNED, AttentionSpec(64, 64, "fp16", parse_mask("causal").rule)),
+    ("nvidia-h200", ALIGNED, AttentionSpec(128, 128, "bf16", parse_mask("causal").rule, return_lse=True)),
+    ("nvidia-h200", STRIDED, AttentionSpec(96, 64, "bf16", parse_mask("sliding_window(7, 3)").rule, SOFTCAP)),
+    ("nvidia-rtx4090", ALIGNED, AttentionSpec(64, 64, "fp32")),
+    (
+        "nvidia-b200",
+        ALIGNED,
+        AttentionSpec(128, 128, "fp16", parse_mask("~causal | sliding_window(7, 0)").rule),
+    ),
+    ("nvidia-rtx5090", ALIGNED, AttentionSpec(256, 256, "bf16", parse_mask("causal & key_padding").rule)),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize(("target_name", "facts", "spec"), CASES, ids=[each[0] for each in CASES])
+def test_the_default_config_compiles(
+    family: object, target_name: str, facts: CallFacts, spec: AttentionSpec, tmp_path: Path
+) -> None:
+    family = FAMILIES[family.name]  # type: ignore[attr-defined]
+    target = find_target(target_name)
+    if reason := family.supports(spec, target):
+        pytest.skip(reason)
+    config = family.default(spec, target, facts)
+    artifact = compile_kernel(render(spec, config, toolchain()), facts, target, cache=tmp_path)
+    assert artifact.cubin.startswith(b"\x7fELF")
+    assert artifact.arch == target.arch
+    assert 0 < artifact.registers <= 255
+    assert artifact.shared_bytes <= target.shared_per_block
+    loads_by_descriptor = config["loads"] == "tma"
+    assert loads_by_descriptor == (facts.tma and target.has_tma)
+    assert bool(artifact.descriptors) == loads_by_descriptor
