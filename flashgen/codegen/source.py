@@ -174,14 +174,21 @@ def kernel_hash(text: str) -> str:
     """16 hex digits over the syntax tree; a comment, a docstring or the kernel's name changes nothing."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if (
-            isinstance(node, (ast.Module, ast.FunctionDef))
-            and ast.get_docstring(node, clean=False) is not None
-        ):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     kernel = [node for node in tree.body if isinstance(node, ast.FunctionDef)][-1]
     kernel.name = "kernel"
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return hashlib.sha256(_tree_text(tree).encode()).hexdigest()[:16]
+
+
+def _tree_text(node: object) -> str:
+    """A syntax tree as text, without empty fields: new versions of Python add some, and the hash must stay."""
+    if isinstance(node, list):
+        return f"[{','.join(map(_tree_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(f'{name}={_tree_text(value)}' for name, value in fields)})"
 
 
 def _title(spec: AttentionSpec) -> str:

@@ -65,6 +65,15 @@ class AttentionSpec:
             raise InvalidArgument(f"op={self.op!r} is not served; allowed: {', '.join(OPS)}")
         if self.fp32_precision not in ("ieee", "tf32"):
             raise InvalidArgument(f"fp32_precision={self.fp32_precision!r} must be 'ieee' or 'tf32'")
+        if self.score_mod is not None:
+            names = [
+                {n for n, _ in r.params} | {o.name for o in r.operands} for r in (self.mask, self.score_mod)
+            ]
+            if clash := names[0] & names[1]:
+                raise InvalidArgument(
+                    f"mask and score rule both name {', '.join(sorted(clash))}; "
+                    "each parameter and operand of a kernel needs a name of its own"
+                )
 
     @property
     def itemsize(self) -> int:
