@@ -182,7 +182,7 @@ def kernel_hash(text: str) -> str:
 
 
 def _tree_text(node: object) -> str:
-    """A syntax tree as text, without empty fields: new versions of Python add some, and the hash must stay."""
+    """A syntax tree as text without its empty fields, which other versions of Python have more of."""
     if isinstance(node, list):
         return f"[{','.join(map(_tree_text, node))}]"
     if not isinstance(node, ast.AST):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import sample_records as make
 
-from flashgen.spec.record import CANDIDATES, Record, RecordStore, Status, rank
+from flashgen.bundle.load import Bundle
+from flashgen.bundle.manifest import Manifest, parse
+from flashgen.spec.record import CANDIDATES, Record, RecordStore, Status, Versions, rank
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
 from flashgen.store.shipped import ShippedRecords
@@ -35,7 +37,15 @@ def shipped(folder: Path, records: Sequence[Record], today: Callable[[Record], s
     return ShippedRecords(folder, current_hash=today)
 
 
-STORES = (in_memory, on_disk, shipped)
+def bundle(folder: Path, records: Sequence[Record], today: Callable[[Record], str] | None) -> RecordStore:
+    if today is not None:
+        pytest.skip("a bundle brings the kernels that were measured: none of its records is ever stale")
+    held = tuple(record for record in records if record.target == make.H200)
+    manifest = Manifest(make.H200, Versions("0.1.0", "3.6.0"), "2026-11-29T12:00:00Z", held, (), {})
+    return Bundle(folder, parse(manifest.dumps()), {})
+
+
+STORES = (in_memory, on_disk, shipped, bundle)
 
 
 @pytest.fixture(params=STORES, ids=lambda each: each.__name__)
