@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
 
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
@@ -129,7 +128,7 @@ class RenderedScore:
     helpers: tuple[str, ...]
 
 
-def _optional(expr: ex.Expr | None) -> Any:
+def _optional(expr: ex.Expr | None) -> str | None:
     return None if expr is None else to_triton(expr)
 
 
@@ -143,9 +142,12 @@ def render_mask(rule: Rule) -> RenderedMask:
         keep=tuple(textwrap.wrap(keep, 88, break_long_words=False, break_on_hyphens=False)),
         ranges=tuple(
             RenderedRange(
-                f"_{i}" if len(found) > 1 else "",
-                *map(_optional, (r.lo, r.hi, r.full_lo, r.full_hi)),
-                r.has_full,
+                suffix=f"_{i}" if len(found) > 1 else "",
+                lo=_optional(r.lo),
+                hi=_optional(r.hi),
+                full_lo=_optional(r.full_lo),
+                full_hi=_optional(r.full_hi),
+                has_full=r.has_full,
             )
             for i, r in enumerate(found)
         ),

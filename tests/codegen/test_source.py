@@ -89,7 +89,8 @@ def test_hash_ignores_comments_docstrings_and_the_name() -> None:
 
 def test_c27_the_hash_is_the_same_on_every_python() -> None:
     """A literal: another version of Python, or of FlashGen's hashing, must not make every record stale."""
-    helper, kernel = "def helper(a):\n    return -a[1:]", "def kernel(q, k=1):\n    return q if k else helper(q)"
+    helper = "def helper(a):\n    return -a[1:]"
+    kernel = "def kernel(q, k=1):\n    return q if k else helper(q)"
     text = f"import x\n\n{helper}\n\n{kernel}\n"
     assert kernel_hash(text) == "3bf90e3b7ca3f091"
 
