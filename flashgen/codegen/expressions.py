@@ -109,6 +109,8 @@ class RenderedMask:
     keep: tuple[str, ...]
     """Element mask over q_idx (or q_pos) and k_idx, in lines of readable length."""
     ranges: tuple[RenderedRange, ...]
+    wide_bounds: bool
+    """Whether a bound reads an int64 operand."""
     uniform_loads: tuple[str, ...]
     symbols: frozenset[str]
     """Names the element mask and the bounds read: q_idx, q_pos, first, last, ..."""
@@ -136,6 +138,7 @@ def render_mask(rule: Rule) -> RenderedMask:
     """Element mask and key ranges of a rule."""
     found = tiles.ranges(rule, "k")
     bounds = [b for r in found for b in (r.lo, r.hi, r.full_lo, r.full_hi) if b is not None]
+    wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
     always = ex.constant(rule.expr) is True
     keep = "k_idx < k_len" if always else f"({to_triton(rule.expr)}) & (k_idx < k_len)"
     return RenderedMask(
@@ -151,6 +154,7 @@ def render_mask(rule: Rule) -> RenderedMask:
             )
             for i, r in enumerate(found)
         ),
+        wide_bounds=bool({load.operand for b in bounds for load in ex.loads(b)} & wide),
         uniform_loads=_uniform_loads([rule.expr, *bounds]),
         symbols=frozenset().union(*(ex.free_symbols(e) for e in (rule.expr, *bounds))),
         helpers=_helpers(rule.expr, *bounds),

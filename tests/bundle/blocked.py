@@ -2,35 +2,27 @@
 
     python blocked.py BUNDLE
 
-Importing triton, jinja2, sqlalchemy, alembic or optuna raises, and PATH is empty, so no C compiler is found.
+Importing triton, jinja2, sqlalchemy, alembic or optuna raises ImportError, and PATH is empty, so no C compiler is found.
 """
 
 from __future__ import annotations
 
-import importlib.abc
 import os
 import sys
 
 FORBIDDEN = ("triton", "jinja2", "sqlalchemy", "alembic", "optuna")
 
 
-class Block(importlib.abc.MetaPathFinder):
-    """Refuses the forbidden modules before any other finder is asked."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in FORBIDDEN:
-            raise ImportError(f"{name} is blocked in this process")
-
-
 def block() -> None:
-    """From here on the process has no compiler side."""
-    sys.meta_path.insert(0, Block())
+    """From here on the process has no compiler side: the modules are absent, as if never installed."""
+    for name in FORBIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]
     os.environ["PATH"] = ""
 
 
 def loaded() -> list[str]:
     """Forbidden modules that were imported all the same."""
-    return sorted({name.partition(".")[0] for name in sys.modules} & set(FORBIDDEN))
+    return sorted(name for name in FORBIDDEN if sys.modules.get(name) is not None)
 
 
 def main(path: str) -> None:

@@ -71,7 +71,10 @@ def test_stride_types_follow_the_call(cache: Path) -> None:
     assert count[1] > count[0]
 
 
+LENGTHS = masks.key_padding(torch.ones(2, dtype=torch.int64))
 VARIED = (
+    AttentionSpec(64, 64, "bf16", LENGTHS.rule),
+    AttentionSpec(64, 64, "bf16", (masks.causal() & LENGTHS | masks.sliding_window(3, 3)).rule),
     AttentionSpec(96, 72, "fp16", masks.sliding_window(9, 3).rule, score_mods.softcap(5.0).rule),
     AttentionSpec(64, 64, "bf16", (masks.causal() & masks.key_padding("keep")).rule),
     AttentionSpec(64, 64, "bf16", (masks.sliding_window(9, 3) | ~masks.sliding_window(99, 99)).rule),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -52,8 +53,10 @@ def check(work: Workload, config: str, facts: CallFacts = ALIGNED, layout: str =
 
 
 TABLE_MASKS = [mask for entry in MASKS.values() for mask in entry.examples()]
+INT64_LENGTHS = masks.key_padding(torch.ones(2, dtype=torch.int64)).rule  # int64, as torch counts
 COMBINED = [
     masks.causal() & masks.key_padding(),
+    masks.causal() & Mask(INT64_LENGTHS, (), (None,)),
     masks.causal() & masks.sliding_window(9, 0),
     ~masks.causal(),
     masks.sliding_window(3, 2) | masks.key_padding(),
@@ -69,6 +72,25 @@ LENGTHS = ((40, 70), (70, 40), (1, 33), (33, 1))
 def test_masks(mask: Mask, lengths: tuple[int, int]) -> None:
     q_len, k_len = lengths
     check(workload(mask=mask, batch=2, q_len=q_len, k_len=k_len), f"{SMALL}_pointer_heads")
+
+
+def random_mask(random: Random) -> Mask:
+    """A combination of two to four masks of the table, some of them inverted."""
+    made = random.choice(TABLE_MASKS)
+    for _ in range(random.randint(1, 3)):
+        other = random.choice(TABLE_MASKS)
+        other = ~other if random.random() < 0.4 else other
+        made = made & other if random.random() < 0.4 else made | other
+    return made
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_combinations(seed: int) -> None:
+    """Unions whose ranges overlap, touch, are empty or out of order at run time."""
+    random = Random(seed)
+    mask = random_mask(random)
+    lengths = random.choice(((40, 170), (130, 70), (65, 65), (3, 140)))
+    check(workload(mask=mask, batch=2, heads=1, q_len=lengths[0], k_len=lengths[1]), f"{SMALL}_pointer_heads")
 
 
 @pytest.mark.parametrize(
