@@ -1,0 +1,158 @@
+"""Compiles candidates ahead of the GPU, in processes that may hang or crash."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from flashgen.build.artifact import Artifact
+from flashgen.codegen.source import KernelSource, Toolchain, render
+from flashgen.errors import CompileFailed, DoesNotFit
+from flashgen.measure.child import Child, Failure
+from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.config import Config
+from flashgen.spec.record import Measurement, Status
+from flashgen.spec.target import Target
+
+COMPILE_TIMEOUT_S = 60.0
+"""A compile takes 1 to 2 s on one core; one that needs a minute is not worth its kernel."""
+AHEAD = 8
+"""Candidates asked for before the first of them is measured, at most: enough to hide compiles of 1 s behind
+trials of 0.15 s, few enough that the search still learns from most of what it has tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """An artifact, or the measurement that says why there is none."""
+
+    artifact: Artifact | None
+    failure: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """One kernel to compile for one kind of call."""
+
+    source: KernelSource
+    facts: CallFacts
+    target: Target
+
+
+class Compiler(Protocol):
+    """Where the tuner's artifacts come from: `CompilePool`, or nothing at all in a replay."""
+
+    ahead: int
+    """How many candidates to ask for in advance."""
+    toolchain: Toolchain
+
+    def source(self, spec: AttentionSpec, config: Config) -> KernelSource:
+        """The rendered kernel."""
+        ...
+
+    def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        """Begins a compile; the future never raises for what the compiler did."""
+        ...
+
+
+class CompilePool:
+    """N child processes that compile; use as a context manager. Failures are values, with a reason.
+
+    Args:
+        target: compiled for.
+        toolchain: rendered for; the installed one.
+        jobs: processes; by default one for each core this process may use, at most 16.
+        cache: folder of artifacts, the user's own by default.
+        entry, options: factory of the children's compiler, as for `Child`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        toolchain: Toolchain,
+        jobs: int | None = None,
+        *,
+        cache: Path | None = None,
+        timeout_s: float = COMPILE_TIMEOUT_S,
+        entry: str = "flashgen.measure.compile_pool:compiler",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.target, self.toolchain = target, toolchain
+        self.jobs = jobs or min(16, cores())
+        self.ahead = min(AHEAD, max(2, self.jobs))
+        self._entry = entry
+        self._options = {"cache": cache} if options is None else dict(options)
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="flashgen-compile")
+        self._local = threading.local()
+        self._children: list[Child] = []
+        self._closed = False
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops what is queued and ends the children, busy or not."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in list(self._children):
+            child.close()
+        self._threads.shutdown(wait=True)
+        for child in self._children:
+            child.close()
+
+    def source(self, spec: AttentionSpec, config: Config) -> KernelSource:
+        """The rendered kernel."""
+        return render(spec, config, self.toolchain)
+
+    def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        """Queues a compile. The future never raises for what the compiler did."""
+        return self._threads.submit(self._compile, CompileJob(source, facts, self.target))
+
+    def _compile(self, job: CompileJob) -> Compiled:
+        if self._closed:
+            return Compiled(None, Measurement(Status.NO_COMPILE, reason="the compile pool was closed"))
+        child = getattr(self._local, "child", None)
+        if child is None:
+            child = self._local.child = Child(self._entry, self._options)
+            self._children.append(child)
+        started = time.monotonic()
+        answer = child.call(job, self._timeout_s)
+        if isinstance(answer, Failure):
+            # A crash while compiling means that there is no kernel, not that one crashed.
+            status = Status.NO_COMPILE if answer.status is Status.CRASH else answer.status
+            reason = f"compiling, after {time.monotonic() - started:.1f} s: {answer.reason}"
+            return Compiled(None, Measurement(status, reason=reason))
+        assert isinstance(answer, Compiled)
+        return answer
+
+
+def compiler(cache: Path | None = None) -> Any:
+    """Factory of the children's function."""
+    from flashgen.build.compile import compile_kernel
+
+    def run(job: CompileJob) -> Compiled:
+        try:
+            return Compiled(compile_kernel(job.source, job.facts, job.target, cache))
+        except DoesNotFit as error:
+            return Compiled(None, Measurement(Status.TOO_LARGE, reason=str(error)))
+        except CompileFailed as error:
+            return Compiled(None, Measurement(Status.NO_COMPILE, reason=str(error)))
+
+    return run
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,365 @@
+"""The measuring side of the tuner: trials run in a process that may die.
+
+`Worker` lives in the tuner's process, which never touches CUDA; `Executor` lives in the child. A wrong,
+crashing or hanging kernel costs its own trial and, at worst, a new child.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashgen.build.artifact import Artifact
+from flashgen.errors import FlashGenError
+from flashgen.measure.child import Child, Failure
+from flashgen.spec.attention import Workload
+from flashgen.spec.config import Config
+from flashgen.spec.record import Measurement, Status
+from flashgen.spec.target import Target
+
+if TYPE_CHECKING:
+    from flashgen.measure.bench import Clock, Timing
+    from flashgen.measure.check import Rig, Run
+
+PREPARE_TIMEOUT_S = 300.0
+"""Importing torch, a CUDA context, inputs and the reference of a workload."""
+TRIAL_TIMEOUT_S = 30.0
+"""A trial takes a fraction of a second; a kernel that needs half a minute never ends."""
+
+
+class MeasuringFailed(FlashGenError):
+    """A workload cannot be measured at all, whatever the config; `status` says in which way."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate to check and time."""
+
+    workload: Workload
+    config: Config
+    artifact: Artifact | None
+    """None where nothing is run: the model and the replay."""
+    best_us: float = math.inf
+    """The best time of this workload so far; a candidate clearly behind it may be stopped early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a worker runs on, as records keep it."""
+
+    target: Target
+    torch: str
+    driver: str
+
+
+class Measurer(Protocol):
+    """Where the tuner's measurements come from: `Worker`, `tune.model.ModelMeasurer`, `replay.Replay`."""
+
+    source: str
+    """`measured` or `model`, as in `Measurement.source`."""
+
+    def prepare(self, workload: Workload) -> str:
+        """Readies a workload and returns the density for its records; `MeasuringFailed` if it cannot be."""
+        ...
+
+    def measure(self, trial: Trial) -> Measurement:
+        """The outcome of one trial, whatever it is; `MeasuringFailed` only as `prepare`."""
+        ...
+
+    def compare(self, trials: Sequence[Trial], passes: int) -> tuple[Measurement, ...]:
+        """Trials of one workload, all known to be right, timed against each other; one each, in order."""
+        ...
+
+
+# In the tuner's process
+
+
+class Worker:
+    """Measures on a GPU through a child process; use as a context manager.
+
+    Args:
+        device: index of the GPU.
+        entry, options: factory of the child's executor, as for `Child`; by default the GPU's.
+    """
+
+    source = "measured"
+
+    def __init__(
+        self,
+        device: int = 0,
+        *,
+        entry: str = "flashgen.measure.worker:cuda_executor",
+        options: Mapping[str, Any] | None = None,
+        trial_timeout_s: float = TRIAL_TIMEOUT_S,
+        prepare_timeout_s: float = PREPARE_TIMEOUT_S,
+    ) -> None:
+        self.child = Child(entry, {"device": device} if options is None else options)
+        self._trial_timeout_s, self._prepare_timeout_s = trial_timeout_s, prepare_timeout_s
+        self._ready: Workload | None = None
+        self._density = ""
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child."""
+        self.child.close()
+
+    def machine(self) -> Machine:
+        """The GPU and the versions, asked in the child so that this process needs no CUDA context."""
+        machine = self._first_call(Describe())
+        assert isinstance(machine, Machine)
+        return machine
+
+    def prepare(self, workload: Workload) -> str:
+        """See `Measurer`. Tried twice, the second time in a new process."""
+        if self._ready != workload:
+            self._ready = None
+            self._density = str(self._first_call(Prepare(workload)))
+            self._ready = workload
+        return self._density
+
+    def measure(self, trial: Trial) -> Measurement:
+        """See `Measurer`."""
+        self.prepare(trial.workload)
+        answer = self.child.call(trial, self._trial_timeout_s)
+        if isinstance(answer, Failure):
+            self._ready = None
+            answer = Measurement(answer.status, reason=answer.reason)
+        return _with_compile_facts(answer, trial.artifact)
+
+    def compare(self, trials: Sequence[Trial], passes: int) -> tuple[Measurement, ...]:
+        """See `Measurer`."""
+        if not trials:
+            return ()
+        self.prepare(trials[0].workload)
+        answer = self.child.call(Compare(tuple(trials), passes), self._trial_timeout_s + len(trials) * passes)
+        if isinstance(answer, Failure):
+            self._ready = None
+            raise MeasuringFailed(answer.status, f"comparing the finalists failed: {answer.reason}")
+        return tuple(_with_compile_facts(m, t.artifact) for m, t in zip(answer, trials, strict=True))
+
+    def _first_call(self, job: Any) -> Any:
+        """A call whose failure is no candidate's fault."""
+        failure = None
+        for _ in range(2):
+            failure = self.child.start()
+            if failure is None:
+                answer = self.child.call(job, self._prepare_timeout_s)
+                if not isinstance(answer, Failure):
+                    return answer
+                failure = answer
+        assert failure is not None
+        if failure.status is Status.OUT_OF_MEMORY:
+            raise MeasuringFailed(
+                failure.status,
+                f"the workload does not fit in the GPU's memory ({failure.reason}); "
+                "tune a smaller batch or length",
+            )
+        raise MeasuringFailed(
+            failure.status,
+            f"the GPU cannot be measured on ({failure.reason}); look at `flashgen doctor` and `nvidia-smi`",
+        )
+
+
+def _with_compile_facts(measurement: Measurement, artifact: Artifact | None) -> Measurement:
+    if artifact is None:
+        return measurement
+    return dataclasses.replace(
+        measurement,
+        registers=artifact.registers,
+        spill_bytes=artifact.spill_bytes,
+        shared_bytes=artifact.shared_bytes,
+    )
+
+
+# In the child
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Job: answers with the `Machine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Job: makes inputs and the expected output of a workload, and answers with the density."""
+
+    workload: Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Job: times trials of the prepared workload against each other."""
+
+    trials: tuple[Trial, ...]
+    passes: int
+
+
+class Device(Protocol):
+    """What an executor runs kernels on."""
+
+    clock: Clock
+    machine: Machine
+
+    def rig(self, workload: Workload) -> Rig:
+        """Inputs, expected output and buffers of a workload, on this device."""
+        ...
+
+    def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
+        """A function that enqueues the trial's kernel, and one that unloads it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all that was enqueued; raises if it failed."""
+        ...
+
+
+class Executor:
+    """Answers a worker's jobs. It raises for whatever leaves the process in doubt; the child then ends."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._rig: Rig | None = None
+        self._floor_us = 0.0
+        self._answers: Mapping[type, Callable[[Any], Any]] = {
+            Describe: lambda _: device.machine,
+            Prepare: self._prepare,
+            Trial: self._measure,
+            Compare: self._compare,
+        }
+
+    def __call__(self, job: Any) -> Any:
+        return self._answers[type(job)](job)
+
+    def _prepare(self, job: Prepare) -> str:
+        from flashgen.measure import roofline
+
+        self._rig = None  # the former one's memory is free before the next one is made
+        self._rig = self._device.rig(job.workload)
+        self._floor_us = roofline.floor_us(job.workload, self._device.machine.target)
+        self._device.synchronize()
+        return self._rig.inputs.density
+
+    def _measure(self, trial: Trial) -> Measurement:
+        assert self._rig is not None, "a trial before its workload was prepared"
+        run, unload = self._device.load(trial, self._rig)
+        outcome = self._outcome(run, self._rig, trial.best_us)
+        unload()
+        return outcome
+
+    def _outcome(self, run: Run, rig: Rig, best_us: float) -> Measurement:
+        from flashgen.measure.bench import time_kernel
+
+        def synchronous(out: Any, lse: Any) -> None:
+            run(out, lse)
+            self._device.synchronize()  # a fault belongs to the launch that caused it
+
+        verdict, same = rig.examine(synchronous)
+        error = None if math.isnan(verdict.max_error) else verdict.max_error
+        if not verdict.ok:
+            return Measurement(Status.WRONG, max_error=error, reason=verdict.reason)
+        if not same:
+            reason = "two runs on the same inputs gave different bits"
+            return Measurement(Status.UNSTABLE, max_error=error, reason=reason)
+        out, lse = rig.buffers()
+        timing = time_kernel(
+            lambda: run(out, lse), self._device.clock, best_us=best_us, floor_us=self._floor_us
+        )
+        return dataclasses.replace(_measurement(timing), max_error=error)
+
+    def _compare(self, job: Compare) -> tuple[Measurement, ...]:
+        from flashgen.measure.bench import compare
+
+        rig = self._rig
+        assert rig is not None, "a comparison before its workload was prepared"
+        out, lse = rig.buffers()
+        loaded = {str(i): self._device.load(trial, rig) for i, trial in enumerate(job.trials)}
+
+        def launch_of(run: Run) -> Callable[[], None]:
+            return lambda: run(out, lse)
+
+        launches = {name: launch_of(run) for name, (run, _) in loaded.items()}
+        timings = compare(launches, self._device.clock, passes=job.passes, floor_us=self._floor_us)
+        for _, unload in loaded.values():
+            unload()
+        return tuple(_measurement(timing) for timing in timings.values())
+
+
+def _measurement(timing: Timing) -> Measurement:
+    # The regime stays with the number: a kernel tuned for a cold cache may not be the best in a warm one.
+    regime = f"cold L2, {timing.method}"
+    return Measurement(
+        timing.status,
+        median_us=timing.median_us,
+        min_us=timing.min_us,
+        max_us=timing.max_us,
+        passes=timing.passes,
+        reason=f"{timing.reason} ({regime})" if timing.reason else regime,
+    )
+
+
+class CudaDevice:
+    """One GPU: kernels by the driver, timed with CUDA events."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        from flashgen.build.device import live_target
+        from flashgen.build.driver import driver
+        from flashgen.measure.bench import CudaClock
+
+        self._torch, self._index = torch, index
+        torch.cuda.set_device(index)
+        target = live_target(index)
+        self.clock: Clock = CudaClock(index, target.l2_mib)
+        self.machine = Machine(target, torch.__version__, driver().version())
+
+    def rig(self, workload: Workload) -> Rig:
+        """See `Device`."""
+        from flashgen.build.inputs import make_inputs
+        from flashgen.measure.check import Rig
+
+        self._torch.cuda.empty_cache()
+        return Rig(make_inputs(workload, f"cuda:{self._index}"), workload.spec)
+
+    def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
+        """See `Device`."""
+        from flashgen.build.arguments import flatten
+        from flashgen.build.launch import Kernel
+
+        assert trial.artifact is not None, "only a compiled kernel can run"
+        kernel, inputs, torch = Kernel(trial.artifact, self._index), rig.inputs, self._torch
+        rules = [bound for bound in (inputs.mask, inputs.score_mod) if bound is not None]
+        values = [value for bound in rules for value in bound.values]
+        tensors = [tensor for bound in rules for tensor in bound.tensors]
+
+        def run(out: Any, lse: Any) -> None:
+            env = flatten(
+                inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, layout=inputs.layout
+            )
+            kernel.launch(env, torch.cuda.current_stream(self._index).cuda_stream)
+
+        return run, kernel.unload
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        self._torch.cuda.synchronize(self._index)
+
+
+def cuda_executor(device: int = 0) -> Executor:
+    """The child's executor on a GPU."""
+    return Executor(CudaDevice(device))

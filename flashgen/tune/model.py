@@ -1,0 +1,133 @@
+"""A model of a kernel's time, for tuning without a GPU.
+
+It knows what the compiler reported (registers, spills, shared memory), the target's data sheet and the shape
+of the loop, and adds up tensor-core, exp2 and memory time per tile, times waves of blocks over the
+multiprocessors. It knows nothing of instruction scheduling, bank conflicts or power limits, so it ranks
+configs and is no prediction: its records say `source=model`, and any measured record beats them. Its few
+coefficients come from 160 kernels of head_dim 128 measured on one H200.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flashgen.build.artifact import Artifact
+from flashgen.build.inputs import density
+from flashgen.measure import roofline
+from flashgen.measure.worker import Trial
+from flashgen.spec.attention import Workload
+from flashgen.spec.config import Config
+from flashgen.spec.record import Measurement, Status
+from flashgen.spec.target import KIB, Target
+
+REGISTERS = 65536
+"""Of a multiprocessor, 4 bytes each."""
+RESERVED_SHARED = KIB
+"""What every block takes of a multiprocessor's shared memory beside its own."""
+LATENCY = 700.0
+"""Clocks of one iteration that nothing hides when a single warp group runs alone: loads, barriers, and the
+chain from scores over maximum and exp2 to the second product."""
+SPILLS_THAT_DOUBLE = 768
+"""Bytes of spilled registers of a thread at which a tile takes twice as long."""
+POINTER_LOADS = 1.25
+"""Addresses of pointer loads take registers and instructions that descriptors do not."""
+OPS_PER_SCORE = 6.0
+"""Float32 instructions for each score besides exp2: scale, maximum, subtract, sum, convert."""
+
+
+def occupancy(artifact: Artifact, target: Target) -> int:
+    """Blocks of this kernel that a multiprocessor holds at once; 0 if not even one."""
+    warps = artifact.abi.num_warps
+    by_shared = (target.shared_per_block + RESERVED_SHARED) // (artifact.shared_bytes + RESERVED_SHARED)
+    by_registers = REGISTERS // max(32 * warps * -(-artifact.registers // 8) * 8, 1)
+    return min(by_shared, by_registers, roofline.unit(target).warps // warps, 32)
+
+
+def estimate_us(workload: Workload, config: Config, artifact: Artifact, target: Target) -> float:
+    """Microseconds the kernel may take; infinite if not one block fits on a multiprocessor."""
+    blocks_per_sm = occupancy(artifact, target)
+    if not blocks_per_sm:
+        return math.inf
+    spec, unit = workload.spec, roofline.unit(target)
+    block_m, block_n = config.number("block_m"), config.number("block_n")
+    row_tiles = -(-workload.q_len // block_m)
+    blocks = row_tiles * workload.heads * workload.batch
+
+    # Tiles at the mask's edge are computed whole: about one more for each row of tiles.
+    visible = roofline.visible(workload).pairs
+    edge = 0.5 * (block_m + block_n) / block_n if visible < 1 else 0.0
+    tiles = min(visible * workload.k_len / block_n + edge, -(-workload.k_len // block_n))
+
+    clock = unit.ghz * 1e3  # clocks per microsecond
+    per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
+    scores = block_m * block_n
+    products = 2.0 * scores * (spec.head_dim + spec.head_dim_v) / per_clock
+    products /= 0.8 * _tensor_core_share(block_m, artifact.abi.num_warps, target)
+    # Each tile also rescales the accumulator: a small block_n pays for that more often.
+    softmax = scores / unit.exp2 + (OPS_PER_SCORE * scores + block_m * spec.head_dim_v) / 128
+    loads = block_n * (spec.head_dim + spec.head_dim_v) * spec.itemsize
+    traffic = loads / (roofline.bytes_per_s(target) * 4 / (target.sm_count * clock * 1e6))  # mostly from L2
+    # Blocks on one multiprocessor hide each other's latency, and one's softmax the other's products.
+    overlap = min(1.0, 0.5 * (blocks_per_sm - 1) + 0.1 * (config.number("num_stages") - 1))
+    both = max(products, softmax, traffic)
+    alone = products + softmax + LATENCY / config.number("num_stages")
+    tile_clocks = blocks_per_sm * both + (1 - overlap) * max(alone - both, 0.0)
+    tile_clocks *= 1 + artifact.spill_bytes / SPILLS_THAT_DOUBLE
+    if target.has_tma and config["loads"] == "pointer":
+        tile_clocks *= POINTER_LOADS
+
+    waves = math.ceil(blocks / (target.sm_count * blocks_per_sm))
+    # Under a causal mask tiles differ in length and later ones fill the gaps, so waves are not whole.
+    waves_used = waves if visible == 1 else max(blocks / (target.sm_count * blocks_per_sm), 1.0)
+    compute = waves_used * (tiles * tile_clocks + 2 * LATENCY) / clock
+    memory = roofline.input_bytes(workload) / roofline.bytes_per_s(target) * 1e6
+    return max(compute, memory) + 2.0
+
+
+def _tensor_core_share(block_m: int, num_warps: int, target: Target) -> float:
+    """Part of the tensor cores' rate that the rows of a tile can use."""
+    if target.arch in (90, 100):
+        # Four warps together issue products of 64 rows; smaller tiles fall back to the older instructions.
+        return 1.0 if block_m * 4 >= 64 * num_warps else 0.2
+    return min(1.0, block_m / (16 * num_warps))
+
+
+class ModelMeasurer:
+    """Answers trials by the model; see `Measurer`."""
+
+    source = "model"
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def prepare(self, workload: Workload) -> str:
+        """Nothing to prepare; the density of the inputs a GPU would be given."""
+        return density(workload)
+
+    def measure(self, trial: Trial) -> Measurement:
+        """The estimate, or `TOO_LARGE` when the compiled kernel cannot run on the target."""
+        artifact = trial.artifact
+        assert artifact is not None, "the model needs what the compiler reported"
+        time_us = estimate_us(trial.workload, trial.config, artifact, self._target)
+        fits = math.isfinite(time_us)
+        return Measurement(
+            Status.OK if fits else Status.TOO_LARGE,
+            median_us=round(time_us, 3) if fits else None,
+            registers=artifact.registers,
+            spill_bytes=artifact.spill_bytes,
+            shared_bytes=artifact.shared_bytes,
+            source="model",
+            reason="" if fits else _too_large(artifact, self._target),
+        )
+
+    def compare(self, trials: Sequence[Trial], passes: int) -> tuple[Measurement, ...]:
+        """The same estimates again: a model has no noise to average."""
+        return tuple(self.measure(trial) for trial in trials)
+
+
+def _too_large(artifact: Artifact, target: Target) -> str:
+    return (
+        f"{artifact.registers} registers for each of {32 * artifact.abi.num_warps} threads and "
+        f"{artifact.shared_bytes} B of shared memory do not fit on a multiprocessor of {target.describe()}"
+    )

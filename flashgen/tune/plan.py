@@ -1,0 +1,75 @@
+"""How long tuning may take: budgets as people write them, and what to do within them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from flashgen.errors import InvalidArgument
+from flashgen.tune.search import SAMPLERS, check_sampler
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
+
+DEFAULT_TRIALS = 64
+"""Trials of a study (one workload, one family) when neither trials nor a budget is given."""
+
+
+def parse_budget(text: str) -> float:
+    """Seconds in a duration: `90`, `90s`, `10m`, `1h`, `1h30m`.
+
+    Raises:
+        InvalidArgument: it is no duration, or not longer than nothing.
+    """
+    compact = re.sub(r"\s", "", text.lower())
+    parts = _PART.findall(compact)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    whole = "".join(number + unit for number, unit in parts) == compact
+    guessed = len(parts) > 1 and any(not unit for _, unit in parts)  # 1h30 could be seconds or minutes
+    if not whole or guessed or not 0 < seconds < math.inf:
+        raise InvalidArgument(f"budget {text!r} is no duration; write 90s, 10m, 1h or 1h30m")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as `parse_budget` reads it: `42s`, `10m00s`, `1h05m`."""
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Limits and strategy of one tuning run."""
+
+    trials: int | None = None
+    """At most so many trials a study; None: `DEFAULT_TRIALS`, or no limit if there is a budget or a grid."""
+    budget_s: float | None = None
+    """For the whole run, shared by the workloads that are left; held within one trial."""
+    sampler: str = "tpe"
+    """A row of `search.SAMPLERS`; `grid` without a limit measures the whole feasible space."""
+    finalists: int = 4
+    """The best so many of all families are measured again, interleaved."""
+    passes: int = 5
+    """Interleaved passes over the finalists."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+        for name, least in (("trials", 1), ("finalists", 0), ("passes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidArgument(f"{name}={value} must be at least {least}")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise InvalidArgument(f"budget_s={self.budget_s} must be more than 0 seconds")
+
+    @property
+    def trial_limit(self) -> float:
+        """Trials of one study, infinite without a limit."""
+        if self.trials is not None:
+            return self.trials
+        unlimited = self.budget_s is not None or SAMPLERS[self.sampler].exhaustive
+        return float("inf") if unlimited else DEFAULT_TRIALS

@@ -1,0 +1,492 @@
+"""The tuner: for each workload a study of each family, then a final among the best; every outcome is stored.
+
+The parent process alone searches and writes the database; compiles and measurements run in other processes
+(`measure.compile_pool`, `measure.worker`), whose deaths are outcomes like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from flashgen.build.inputs import contiguous_facts
+from flashgen.codegen.families import Family, serving
+from flashgen.codegen.source import KernelSource
+from flashgen.errors import FlashGenError, StoreError, Unsupported
+from flashgen.measure import roofline
+from flashgen.measure.compile_pool import Compiled, Compiler
+from flashgen.measure.worker import Measurer, MeasuringFailed, Trial
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.config import Config
+from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
+from flashgen.spec.target import Target
+from flashgen.tune.plan import Plan
+from flashgen.tune.search import Search
+
+MAX_SEEDS = 6
+"""Configs of earlier winners that a study tries first, besides the family's default."""
+FINAL_ROUNDS = 6
+FINAL_SHARE, FINAL_S = 0.1, 3.0
+"""Of a workload's share of the budget, kept back for the final: a part, and at most so many seconds."""
+RETRIED = (Status.OUT_OF_MEMORY,)
+"""Outcomes that say more about the moment than about the config: measured again by the next run."""
+
+
+class TuneStore(RecordStore, Protocol):
+    """What the tuner needs of the record database; `store.db.TuningDB` has it."""
+
+    def add(self, record: Record) -> bool:
+        """Stores a record; it is safe when this returns."""
+        ...
+
+    def records(
+        self,
+        target: Target | None = None,
+        spec_key: str | None = None,
+        family: str | None = None,
+        status: Status | None = None,
+        source: str | None = None,
+    ) -> Iterator[Record]:
+        """Stored records, oldest first."""
+        ...
+
+    def hints(self, workload: Workload, target: Target) -> tuple[Record, ...]:
+        """Records of other GPUs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, after each trial."""
+
+    workload: Workload
+    index: int
+    """Of the workload, from 0."""
+    total: int
+    """Workloads of the run."""
+    family: str
+    trial: int
+    """Trials of this study so far, those of earlier runs included."""
+    limit: int
+    """Trials this study can reach at most."""
+    best: Record | None
+    """The fastest right kernel of this workload so far."""
+    last: Record | None
+    """What was just measured; None when a study begins from records of earlier runs."""
+    elapsed_s: float
+    left_s: float | None
+    """Until the run's budget ends, or what the trials left should take; None while nobody can know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What tuning one workload gave."""
+
+    workload: Workload
+    winner: Record | None
+    """As the store ranks them when the workload is done; None if no config gave a right result."""
+    default_us: float | None
+    """Time of the family's default config, measured with the finalists."""
+    trials: int
+    """Measured in this run."""
+    resumed: int
+    """Known from earlier runs."""
+    space: int
+    """Feasible configs of all families."""
+    refused: int
+    """Configs that were refused before any compile."""
+    outcomes: dict[str, int]
+    """How many trials ended with each status."""
+    seconds: float
+    problem: str = ""
+    """Why the workload could not be tuned, or not to the end."""
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s of the winner, counting the pairs that the mask leaves."""
+        return None if self.winner is None else roofline.flops(self.workload) / self.winner.median_us / 1e6
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster than the default config the winner is."""
+        if self.winner is None or self.default_us is None:
+            return None
+        return self.default_us / self.winner.median_us
+
+    def to_json(self) -> dict[str, Any]:
+        """As `flashgen tune --json` prints it."""
+        return {
+            "workload": self.workload.to_json(),
+            "winner": None if self.winner is None else self.winner.to_json(),
+            "median_us": None if self.winner is None else self.winner.median_us,
+            "tflops": self.tflops,
+            "default_us": self.default_us,
+            "gain": self.gain,
+            "trials": self.trials,
+            "resumed": self.resumed,
+            "space": self.space,
+            "refused": self.refused,
+            "outcomes": self.outcomes,
+            "seconds": self.seconds,
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TuneResult:
+    """What a run gave; also when it was interrupted, for all that was measured is stored."""
+
+    target: Target
+    summaries: tuple[Summary, ...]
+    seconds: float
+    interrupted: bool = False
+    problem: str = ""
+    """What ended the run early: the database, the GPU."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `flashgen tune --json` prints it."""
+        return {
+            "target": self.target.to_json(),
+            "workloads": [summary.to_json() for summary in self.summaries],
+            "seconds": self.seconds,
+            "interrupted": self.interrupted,
+            "problem": self.problem,
+        }
+
+
+def tune(
+    workloads: Sequence[Workload],
+    *,
+    store: TuneStore,
+    target: Target,
+    measurer: Measurer,
+    compiler: Compiler,
+    versions: Versions,
+    plan: Plan | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> TuneResult:
+    """Tunes workloads in order, each starting from what the ones before found.
+
+    Args:
+        store: every outcome is added as soon as it is known; records of earlier runs are not measured again.
+        target: what is tuned for; the GPU of `measurer`, if it has one.
+        versions: of what renders, compiles and runs; written into the records.
+        progress: called in this thread after each trial.
+
+    Ctrl-C, a failing database and a lost GPU end the run early with what was measured.
+    """
+    workloads = [replace(workload, spec=workload.spec.tuned_as()) for workload in workloads]
+    run = _Run(store, target, measurer, compiler, versions, plan or Plan(), progress or (lambda _: None))
+    interrupted, problem = False, ""
+    try:
+        for index, workload in enumerate(workloads):
+            if run.time_is_up:
+                break
+            run.tune(workload, index, len(workloads))
+    except KeyboardInterrupt:
+        interrupted = True
+    except (MeasuringFailed, StoreError) as error:
+        problem = str(error)
+    return TuneResult(target, tuple(run.summaries), run.elapsed_s, interrupted, problem)
+
+
+@dataclass
+class _Job:
+    """The workload at hand and what is known of it."""
+
+    workload: Workload
+    index: int
+    total: int
+    facts: CallFacts
+    density: str
+    deadline: float
+    started: float
+    found: dict[Config, Record] = field(default_factory=dict)
+    """The latest record of each config tried, of this run or an earlier one."""
+    finals: dict[Config, Record] = field(default_factory=dict)
+    defaults: list[Config] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    space: int = 0
+    refused: int = 0
+    problem: str = ""
+
+    @property
+    def best(self) -> Record | None:
+        """The fastest that is right."""
+        good = [record for record in self.found.values() if record.measurement.status is Status.OK]
+        return min(good, key=lambda record: record.median_us, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A candidate that is being compiled."""
+
+    config: Config
+    source: KernelSource
+    compiled: Future[Compiled]
+
+
+class _Run:
+    """One run of `tune`: its resources, its clock, and the loop."""
+
+    def __init__(
+        self,
+        store: TuneStore,
+        target: Target,
+        measurer: Measurer,
+        compiler: Compiler,
+        versions: Versions,
+        plan: Plan,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self._store, self._target, self._measurer, self._compiler = store, target, measurer, compiler
+        self._versions, self._plan, self._progress = versions, plan, progress
+        self._started = time.monotonic()
+        self._deadline = self._started + (plan.budget_s or math.inf)
+        self._winners: list[Config] = []
+        self.summaries: list[Summary] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def time_is_up(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    # The loop
+
+    def tune(self, workload: Workload, index: int, total: int) -> None:
+        """Tunes one workload; its summary is kept whatever happens."""
+        now = time.monotonic()
+        share = (self._deadline - now) / (total - index)
+        deadline = now + share - min(FINAL_SHARE * share, FINAL_S)
+        job = _Job(workload, index, total, contiguous_facts(workload), "", deadline, now)
+        try:
+            job.density = self._measurer.prepare(workload)
+            families = serving(workload.spec, self._target)
+            for position, family in enumerate(families):
+                self._study(job, family, len(families) - position)
+            self._final(job)
+        except Unsupported as error:
+            job.problem = str(error)
+        except MeasuringFailed as error:
+            job.problem = str(error)
+            if error.status is not Status.OUT_OF_MEMORY:
+                raise
+        finally:
+            self.summaries.append(self._summary(job))
+
+    def _study(self, job: _Job, family: Family, families_left: int) -> None:
+        """Searches one family's space."""
+        space, search = self._begin(job, family)
+        now = time.monotonic()
+        until = now + (job.deadline - now) / families_left
+        known = len(space) - search.left
+        limit = int(min(self._plan.trial_limit, len(space)))
+        self._report(job, family, known, limit, None)
+        flying: deque[_Flight] = deque()
+        while True:
+            while known + len(flying) < limit and len(flying) < self._compiler.ahead:
+                config = search.ask()
+                if config is None:
+                    break
+                source = self._compiler.source(job.workload.spec, config)
+                flying.append(_Flight(config, source, self._compiler.submit(source, job.facts)))
+            flight = _first_compiled(flying, until)
+            if flight is None:
+                break
+            compiled, best = flight.compiled.result(), job.best
+            measurement = compiled.failure or self._measurer.measure(
+                Trial(job.workload, flight.config, compiled.artifact, best.median_us if best else math.inf)
+            )
+            record = self._record(job, family, flight, measurement)
+            search.tell(flight.config, _learnt_us(measurement))
+            known += 1
+            self._report(job, family, known, limit, record)
+        for flight in flying:  # the time was up: what nobody waits for need not be compiled
+            flight.compiled.cancel()
+
+    def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
+        """The feasible space of a family and a search that knows what earlier runs measured."""
+        spec = job.workload.spec
+        space = tuple(c for c in family.space(spec, self._target) if not family.admits(c, job.facts))
+        job.space += len(space)
+        job.refused += len(family.all_configs()) - len(space)
+        default = family.default(spec, self._target, job.facts)
+        job.defaults.append(default)
+        search = Search(space, self._plan.sampler, self._seeds(job, family, default), self._plan.seed)
+        for record in self._known(job, family, frozenset(space)):
+            job.resumed += record.config not in job.found
+            job.found[record.config] = record
+        for config, record in job.found.items():
+            if config.family == family.name:
+                search.learn(config, _learnt_us(record.measurement))
+        return space, search
+
+    def _seeds(self, job: _Job, family: Family, default: Config) -> list[Config]:
+        """The default, then winners: of this and neighbouring workloads, of this run, of other GPUs."""
+        ranked = self._store.ranked(job.workload, self._target)
+        hints = self._store.hints(job.workload, self._target)
+        near = [record.config for record in ranked[: MAX_SEEDS // 2]]
+        far = [record.config for record in hints[: MAX_SEEDS // 2]]
+        winners = [*near, *reversed(self._winners), *far]
+        return [default, *[config for config in winners if config.family == family.name][:MAX_SEEDS]]
+
+    def _known(self, job: _Job, family: Family, space: frozenset[Config]) -> Iterator[Record]:
+        """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler."""
+        stored = self._store.records(
+            self._target, job.workload.spec.key, family.name, source=self._measurer.source
+        )
+        for record in stored:
+            if (
+                record.workload == job.workload
+                and record.config in space
+                and record.measurement.status not in RETRIED
+                and record.density == job.density
+                and record.versions.triton == self._versions.triton
+                and record.kernel_hash == self._compiler.source(job.workload.spec, record.config).hash
+            ):
+                yield record
+
+    def _final(self, job: _Job) -> None:
+        """Measures the best again, interleaved, until no config outside looks faster than the winner.
+
+        A quick timing that was lucky would otherwise win for ever against a careful one.
+        """
+        if self._measurer.source == "model":
+            return  # it would only say the same again
+        for _ in range(FINAL_ROUNDS):
+            bar = min((record.median_us for record in job.finals.values()), default=math.inf)
+            good = sorted(
+                (r for r in job.found.values() if r.measurement.status is Status.OK and r.median_us < bar),
+                key=lambda record: record.median_us,
+            )
+            entrants = [record.config for record in good if record.config not in job.finals]
+            entrants = entrants[: self._plan.finalists]
+            if not entrants or (job.finals and self.time_is_up):
+                return
+            held = min(job.finals.values(), key=lambda record: record.median_us, default=None)
+            if held is None:
+                entrants += [c for c in job.defaults if c in job.found and c not in entrants]
+            else:
+                entrants.append(held.config)
+            self._compare(job, [c for c in entrants if job.found[c].measurement.status is Status.OK])
+
+    def _compare(self, job: _Job, configs: list[Config]) -> None:
+        """One interleaved comparison; its times replace the quick ones."""
+        flights = []
+        for config in configs:
+            source = self._compiler.source(job.workload.spec, config)
+            flights.append(_Flight(config, source, self._compiler.submit(source, job.facts)))
+        ready = [flight for flight in flights if flight.compiled.result().failure is None]
+        trials = [Trial(job.workload, f.config, f.compiled.result().artifact) for f in ready]
+        for flight, measurement in zip(ready, self._measurer.compare(trials, self._plan.passes), strict=True):
+            quick = job.found[flight.config]
+            record = self._stored(
+                job, flight.source, _with_error(measurement, quick.measurement), quick.admission
+            )
+            job.finals[flight.config] = record
+
+    # Records and reports
+
+    def _record(self, job: _Job, family: Family, flight: _Flight, measurement: Measurement) -> Record:
+        job.outcomes[measurement.status.value] += 1
+        return self._stored(job, flight.source, measurement, family.admission(flight.config))
+
+    def _stored(self, job: _Job, source: KernelSource, measurement: Measurement, admission: str) -> Record:
+        record = Record(
+            target=self._target,
+            workload=job.workload,
+            config=source.config,
+            measurement=measurement,
+            kernel_hash=source.hash,
+            versions=self._versions,
+            admission=admission,
+            density=job.density,
+            created_at=datetime.now(timezone.utc).isoformat(),
+        )
+        self._store.add(record)
+        job.found[source.config] = record
+        return record
+
+    def _report(self, job: _Job, family: Family, trial: int, limit: int, last: Record | None) -> None:
+        now = time.monotonic()
+        left = self._deadline - now if math.isfinite(self._deadline) else None
+        if left is None:
+            done = sum(job.outcomes.values())
+            studies = job.total - job.index - 1
+            left = (now - job.started) / done * (limit - trial + studies * limit) if done else None
+        self._progress(
+            Progress(
+                workload=job.workload,
+                index=job.index,
+                total=job.total,
+                family=family.name,
+                trial=trial,
+                limit=limit,
+                best=job.best,
+                last=last,
+                elapsed_s=now - self._started,
+                left_s=None if left is None else max(left, 0.0),
+            )
+        )
+
+    def _summary(self, job: _Job) -> Summary:
+        winner = job.best
+        try:
+            # What a dispatcher would take, so that two tuners of one database name the same winner.
+            first = next(iter(self._store.ranked(job.workload, self._target)), None)
+            winner = first if first is not None and first.workload == job.workload else winner
+        except FlashGenError:
+            pass
+        if winner is not None:
+            self._winners.append(winner.config)
+        times = [job.found[config].median_us for config in job.defaults if config in job.found]
+        default_us = min((each for each in times if math.isfinite(each)), default=None)
+        return Summary(
+            workload=job.workload,
+            winner=winner,
+            default_us=default_us,
+            trials=sum(job.outcomes.values()),
+            resumed=job.resumed,
+            space=job.space,
+            refused=job.refused,
+            outcomes=dict(job.outcomes),
+            seconds=time.monotonic() - job.started,
+            problem=job.problem,
+        )
+
+
+def _first_compiled(flying: deque[_Flight], until: float) -> _Flight | None:
+    """Takes the first flight that has landed, waiting for one; None when the time is up or none is left."""
+    while flying:
+        left = until - time.monotonic()
+        if left <= 0:
+            return None
+        for flight in flying:
+            if flight.compiled.done():
+                flying.remove(flight)
+                return flight
+        futures = [flight.compiled for flight in flying]
+        wait(futures, timeout=min(left, 3600.0), return_when=FIRST_COMPLETED)
+    return None
+
+
+def _learnt_us(measurement: Measurement) -> float | None:
+    """What a search learns from an outcome: a time, or that it failed."""
+    if measurement.status in (Status.OK, Status.SLOW):
+        return measurement.median_us
+    return None
+
+
+def _with_error(final: Measurement, quick: Measurement) -> Measurement:
+    """A timing of the final with the error that was found when the kernel was checked."""
+    return replace(final, max_error=quick.max_error)

@@ -1,0 +1,35 @@
+"""Compilers for tests: real processes that really hang and crash. What they do is chosen by config name.
+
+Imports no torch, so that a child is up in half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from flashgen.errors import CompileFailed
+from flashgen.measure.compile_pool import Compiled, CompileJob
+from flashgen.spec.record import Measurement, Status
+
+
+def compiler(behaviours: dict[str, str]) -> Callable[[CompileJob], Compiled]:
+    """Factory: `hangs`, `crashes`, `refuses` or `grows` by config name; others give no artifact, at once."""
+
+    def run(job: CompileJob) -> Compiled:
+        behaviour = behaviours.get(job.source.config.name, "")
+        if behaviour == "hangs":
+            time.sleep(600)
+        if behaviour == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if behaviour == "raises":
+            raise CompileFailed("an error nobody expected")
+        if behaviour == "refuses":
+            return Compiled(None, Measurement(Status.NO_COMPILE, reason="ptxas: too complex"))
+        if behaviour == "grows":
+            return Compiled(None, Measurement(Status.TOO_LARGE, reason="needs 300 KB of shared memory"))
+        return Compiled(None)
+
+    return run

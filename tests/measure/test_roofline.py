@@ -1,0 +1,91 @@
+"""Operations, bytes and floors of workloads."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.measure import roofline
+from flashgen.spec.attention import AttentionSpec, Workload
+from flashgen.spec.masks import Mask, causal, full, key_padding, sliding_window
+from flashgen.spec.target import TARGETS, Target, find_target
+from flashgen.tune.suites import make_workload
+
+H200 = find_target("nvidia-h200")
+
+
+def sized(mask: Mask, q_len: int = 4096, k_len: int = 4096, dtype: str = "bf16") -> Workload:
+    return make_workload(
+        head_dim=128, heads=32, kv_heads=8, q_len=q_len, k_len=k_len, mask=mask, dtype=dtype, batch=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (full(), 1.0),
+        (causal(), (4096 + 1) / 2 / 4096),
+        (sliding_window(0, 0), 1 / 4096),
+        (sliding_window(1023, 0), (1024 * 1025 / 2 + (4096 - 1024) * 1024) / 4096**2),
+    ],
+)
+def test_visible_share_of_pairs(mask: Mask, pairs: float) -> None:
+    assert roofline.visible(sized(mask)).pairs == pytest.approx(pairs, rel=2e-3)
+
+
+def test_visible_share_of_padding_is_that_of_the_lengths() -> None:
+    from flashgen.build.inputs import make_rules
+
+    workload = sized(key_padding())
+    (lengths,) = make_rules(workload)[0].tensors
+    share = float(lengths.float().mean()) / 4096
+    assert 0.5 <= share <= 1.0
+    assert roofline.visible(workload).pairs == pytest.approx(share, rel=1e-5)
+    assert roofline.visible(workload).keys == pytest.approx(share, rel=1e-5)
+
+
+def test_flops_are_two_products_over_the_visible_pairs() -> None:
+    assert roofline.flops(sized(full())) == 4 * 32 * 4 * 4096 * 4096 * 128
+    assert roofline.flops(sized(causal())) == pytest.approx(roofline.flops(sized(full())) / 2, rel=1e-3)
+
+
+def test_input_bytes_leave_out_keys_nobody_sees() -> None:
+    q, kv = 4 * 32 * 4096 * 128 * 2, 4 * 8 * 4096 * 256 * 2
+    assert roofline.input_bytes(sized(full())) == q + kv
+    one_query = sized(sliding_window(511, 0), q_len=1)
+    assert roofline.input_bytes(one_query) == pytest.approx(q / 4096 + kv / 8)
+
+
+def test_prefill_is_bound_by_arithmetic_and_decoding_by_bytes() -> None:
+    # 989 TFLOP/s and 4.8 TB/s by the data sheet; the floor is a little below what they give.
+    prefill = roofline.floor_us(sized(full()), H200)
+    assert 0.85 < prefill / (roofline.flops(sized(full())) / 989e12 * 1e6) < 1.0
+    decode = roofline.floor_us(sized(full(), q_len=1), H200)
+    assert 0.85 < decode / (roofline.input_bytes(sized(full(), q_len=1)) / 4.8e12 * 1e6) < 1.0
+
+
+def test_float32_is_far_slower_than_tf32_and_bf16() -> None:
+    spec = AttentionSpec(128, 128, "fp32", fp32_precision="tf32")
+    tf32 = Workload(spec, 4, 32, 8, 4096, 4096)
+    times = [roofline.floor_us(w, H200) for w in (sized(full()), tf32, sized(full(), dtype="fp32"))]
+    assert times[1] == pytest.approx(2 * times[0])
+    assert times[2] == pytest.approx(16 * times[0])
+
+
+def test_an_empty_workload_costs_nothing() -> None:
+    assert (
+        roofline.floor_us(sized(full(), k_len=0), H200)
+        == 4 * 32 * 4096 * 128 * 2 / roofline.bytes_per_s(H200) * 1e6 / 1.05
+    )
+
+
+def test_every_target_has_a_unit_and_unknown_ones_take_the_nearest_older() -> None:
+    for target in TARGETS.values():
+        assert roofline.unit(target) == roofline.UNITS[target.arch]
+    future = Target(arch=103, sm_count=160, shared_per_block=232448, l2_mib=126, bandwidth=52)
+    assert roofline.unit(future) == roofline.UNITS[100]
+    assert roofline.unit(Target(75, 40, 65536, 4, 33)) == roofline.UNITS[80]
+
+
+def test_measured_speeds_of_real_kernels_are_possible() -> None:
+    """The fastest kernels known on an H200 (FlashAttention-4: 692 TFLOP/s) are above the floor."""
+    assert roofline.flops(sized(full())) / 692e12 * 1e6 > roofline.floor_us(sized(full()), H200)

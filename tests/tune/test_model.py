@@ -1,0 +1,162 @@
+"""The model that ranks configs without a GPU, against what an H200 measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import landscape
+import pytest
+
+from flashgen.build.artifact import Artifact
+from flashgen.codegen.abi import DescriptorFacts
+from flashgen.codegen.source import render
+from flashgen.measure import roofline
+from flashgen.measure.worker import Trial
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.masks import Mask, causal, full
+from flashgen.spec.record import Status
+from flashgen.spec.target import find_target
+from flashgen.store.db import TuningDB
+from flashgen.tune.model import ModelMeasurer, estimate_us, occupancy
+from flashgen.tune.plan import Plan
+from flashgen.tune.suites import suite_workloads
+from flashgen.tune.tuner import tune
+
+H200 = landscape.TARGET
+# (config, microseconds, registers, spilled bytes, shared bytes): head_dim 128, bf16, one H200, cold L2.
+FULL_16K = [
+    ("m64n128w4s1_tma_heads", 7710, 166, 0, 50176),
+    ("m128n64w4s2_tma_heads", 8052, 255, 96, 98336),
+    ("m64n64w4s1_tma_heads", 8162, 127, 0, 32776),
+    ("m64n64w4s3_tma_heads", 8898, 146, 0, 115712),
+    ("m128n64w4s4_tma_heads", 9508, 255, 120, 164864),
+    ("m128n32w8s3_tma_heads", 10038, 114, 0, 81976),
+    ("m16n128w4s1_tma_rows", 30519, 123, 0, 36864),
+    ("m16n32w4s3_pointer_heads", 39111, 87, 0, 37888),
+    ("m32n32w4s1_pointer_rows", 39269, 124, 0, 18432),
+    ("m32n64w8s2_tma_heads", 42250, 158, 0, 36888),
+    ("m32n32w8s3_pointer_rows", 52481, 99, 0, 43008),
+]
+CAUSAL_512 = [
+    ("m64n64w4s1_tma_heads", 215, 127, 0, 32776),
+    ("m64n32w4s2_tma_heads", 229, 115, 0, 49184),
+    ("m64n64w4s3_tma_heads", 241, 141, 0, 115712),
+    ("m128n64w4s2_tma_heads", 247, 255, 128, 98336),
+    ("m64n128w4s1_tma_heads", 262, 183, 0, 50176),
+    ("m16n32w4s3_pointer_heads", 826, 87, 0, 37888),
+    ("m32n128w4s4_pointer_heads", 1000, 184, 0, 212992),
+    ("m32n32w8s3_pointer_rows", 1030, 128, 0, 43008),
+    ("m16n64w8s1_tma_heads", 1305, 100, 0, 18432),
+]
+
+
+def sized(mask: Mask, seq: int) -> Workload:
+    return landscape.workload(seq, mask)
+
+
+def artifact(of: Workload, name: str, registers: int, spilled: int, shared: int) -> Artifact:
+    source = render(of.spec, landscape.FAMILY.find(name), landscape.TOOLCHAIN)
+    abi = source.abi(CallFacts())
+    described = DescriptorFacts(swizzle=3, elem_size=2, elem_type=9, block=(1, 1, 64, 64))
+    return Artifact(
+        name=source.name,
+        cubin=b"not run",
+        abi=abi,
+        shared_bytes=shared,
+        registers=registers,
+        spill_bytes=spilled,
+        descriptors=(described,) * sum(arg.is_descriptor for arg in abi.args),
+        triton="3.6.0",
+        arch=90,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "seq", "measured"),
+    [(full(), 16384, FULL_16K), (causal(), 512, CAUSAL_512)],
+    ids=["full 16k", "causal 512"],
+)
+def test_it_ranks_measured_kernels_mostly_right(
+    mask: Mask, seq: int, measured: list[tuple[str, int, int, int, int]]
+) -> None:
+    of = sized(mask, seq)
+    pairs = []
+    for name, time_us, *facts in measured:
+        config = landscape.FAMILY.find(name)
+        pairs.append((time_us, estimate_us(of, config, artifact(of, name, *facts), H200)))
+    right = [a[1] < b[1] for a, b in itertools.combinations(sorted(pairs), 2)]
+    assert sum(right) / len(right) > 0.75
+    chosen = min(pairs, key=lambda pair: pair[1])[0]
+    assert chosen < 1.25 * min(pairs)[0], "its first choice is a good one"
+
+
+def test_occupancy_is_the_tightest_of_four_limits() -> None:
+    of = sized(full(), 4096)
+
+    def held(name: str, registers: int, shared: int) -> int:
+        return occupancy(artifact(of, name, registers, 0, shared), H200)
+
+    assert held("m64n64w4s1_tma_heads", 64, 100_000) == 2  # shared memory: 228 KB a multiprocessor
+    assert held("m64n64w4s1_tma_heads", 168, 10_000) == 3  # registers: 64 K
+    assert held("m64n64w4s1_tma_heads", 16, 0) == 16  # warps: 64
+    assert held("m128n64w8s1_tma_heads", 255, 0) == 1
+    assert held("m64n64w4s1_tma_heads", 64, 240_000) == 0
+
+
+def test_an_estimate_is_never_below_the_roofline() -> None:
+    for mask, seq in itertools.product((full(), causal()), (512, 4096)):
+        of = sized(mask, seq)
+        for name, _, *facts in FULL_16K:
+            config = landscape.FAMILY.find(name)
+            assert estimate_us(of, config, artifact(of, name, *facts), H200) > roofline.floor_us(of, H200)
+
+
+def test_spills_and_a_smaller_gpu_cost_time() -> None:
+    of, config = sized(full(), 4096), landscape.FAMILY.find("m64n64w4s1_tma_heads")
+    few, many = (artifact(of, config.name, 168, spilled, 32776) for spilled in (0, 512))
+    assert estimate_us(of, config, many, H200) > 1.2 * estimate_us(of, config, few, H200)
+    half = replace(H200, sm_count=66)
+    assert estimate_us(of, config, few, half) == pytest.approx(
+        2 * estimate_us(of, config, few, H200), rel=0.1
+    )
+
+
+def test_a_kernel_that_cannot_run_is_refused_with_the_reason() -> None:
+    of, config = sized(full(), 4096), landscape.FAMILY.find("m64n64w4s1_tma_heads")
+    small = find_target("nvidia-l40s")
+    found = ModelMeasurer(small).measure(Trial(of, config, artifact(of, config.name, 128, 0, 120_000)))
+    assert (found.status, found.source, found.median_us) == (Status.TOO_LARGE, "model", None)
+    assert "120000 B of shared memory do not fit on a multiprocessor of nvidia-l40s" in found.reason
+    good = ModelMeasurer(H200).measure(Trial(of, config, artifact(of, config.name, 128, 8, 32776)))
+    assert (good.status, good.source, good.registers, good.spill_bytes) == (Status.OK, "model", 128, 8)
+    assert good.median_us is not None and math.isfinite(good.median_us)
+
+
+@pytest.mark.compile
+def test_offline_tuning_compiles_ranks_and_stores_as_a_model(tmp_path: Path) -> None:
+    from flashgen.build.compile import toolchain
+    from flashgen.measure.compile_pool import CompilePool
+    from flashgen.store.today import current_hash
+
+    with (
+        TuningDB(tmp_path / "tuning.db", current_hash=current_hash) as store,
+        CompilePool(H200, toolchain(), 2, cache=tmp_path / "cache") as pool,
+    ):
+        (summary,) = tune(
+            suite_workloads("ci")[:1],
+            store=store,
+            target=H200,
+            measurer=ModelMeasurer(H200),
+            compiler=pool,
+            versions=replace(landscape.VERSIONS, triton=toolchain().triton),
+            plan=Plan(trials=5),
+        ).summaries
+        stored = list(store.records())
+    assert summary.trials == len(stored) == 5, "no final: a model has no noise"
+    assert summary.winner is not None
+    assert summary.winner.median_us == min(record.median_us for record in stored)
+    assert {record.measurement.source for record in stored} == {"model"}
+    assert all(record.measurement.registers for record in stored)

@@ -1,0 +1,191 @@
+"""Suites, model configs and explicit sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashgen.codegen.families import serving
+from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.spec.masks import causal, full, sliding_window
+from flashgen.spec.target import find_target
+from flashgen.tune.plan import DEFAULT_TRIALS, Plan, format_seconds, parse_budget
+from flashgen.tune.suites import SUITES, suite_workloads, workloads_from_args, workloads_from_hf_config
+
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+
+
+def test_llama3_8b_is_what_the_goal_names() -> None:
+    found = suite_workloads("llama3-8b")
+    assert {(w.q_len, w.k_len, w.batch) for w in found} == {
+        (s, s, 16384 // s) for s in (512, 1024, 2048, 4096, 8192, 16384)
+    }
+    assert {w.spec.mask for w in found} == {causal().rule, full().rule}
+    assert len(found) == 12
+    assert {(w.heads, w.kv_heads, w.spec.head_dim, w.spec.dtype) for w in found} == {(32, 8, 128, "bf16")}
+    half = suite_workloads("llama3-8b-d64")
+    assert {(w.spec.head_dim, w.spec.head_dim_v) for w in half} == {(64, 64)}
+    assert len(half) == 12
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_is_served_on_every_kind_of_target(name: str) -> None:
+    for target in ("nvidia-a100", "nvidia-h200", "nvidia-rtx5090"):
+        for workload in suite_workloads(name):
+            assert serving(workload.spec, find_target(target))
+    assert SUITES[name].help
+
+
+def test_windows_and_caps_carry_their_numbers() -> None:
+    assert {w.params for w in suite_workloads("mistral-7b")} == {(("left", 4095), ("right", 0))}
+    gemma = suite_workloads("gemma2-9b")
+    assert {w.params for w in gemma} == {(("cap", 50.0),), (("left", 4095), ("right", 0), ("cap", 50.0))}
+    assert {w.spec.head_dim for w in gemma} == {256}
+
+
+def test_an_unknown_suite_lists_the_known() -> None:
+    with pytest.raises(UnknownName, match="unknown suite 'llama9'; known: ci, gemma2-9b, gpt2, llama3-8b"):
+        suite_workloads("llama9")
+
+
+def written(folder: Path, config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def test_a_models_config_gives_its_heads(tmp_path: Path) -> None:
+    found = workloads_from_hf_config(written(tmp_path, LLAMA | {"max_position_embeddings": 2048}))
+    assert [(w.q_len, w.batch) for w in found] == [(2048, 8), (1024, 16), (512, 32)]
+    assert {(w.heads, w.kv_heads, w.spec.head_dim, w.spec.dtype) for w in found} == {(32, 8, 128, "bf16")}
+    assert {w.spec.mask for w in found} == {causal().rule}
+    assert workloads_from_hf_config(tmp_path) == found, "the folder of a model will do"
+
+
+@pytest.mark.parametrize(
+    ("changes", "masks"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, [sliding_window(4095, 0)]),
+        ({"model_type": "gemma2", "sliding_window": 4096}, [sliding_window(4095, 0), causal()]),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [causal()]),
+        ({"model_type": "mistral", "sliding_window": None}, [causal()]),
+        (
+            {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            [causal(), sliding_window(511, 0)],
+        ),
+    ],
+)
+def test_windows_of_a_models_layers(tmp_path: Path, changes: dict[str, Any], masks: list[Any]) -> None:
+    found = workloads_from_hf_config(written(tmp_path, LLAMA | changes), [512])
+    assert [w.spec.mask for w in found] == [mask.rule for mask in masks]
+    assert [tuple(v for _, v in w.params) for w in found] == [mask.values for mask in masks]
+
+
+def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
+    config = LLAMA | {"head_dim": 256, "attn_logit_softcapping": 50.0, "torch_dtype": "float16"}
+    (found,) = workloads_from_hf_config(written(tmp_path, {"text_config": config}), [1024])
+    assert (found.spec.head_dim, found.spec.dtype, found.params) == (256, "fp16", (("cap", 50.0),))
+    (gpt2,) = workloads_from_hf_config(
+        written(tmp_path, {"n_head": 12, "n_embd": 768, "n_positions": 300, "head_dim": None})
+    )
+    assert (gpt2.heads, gpt2.kv_heads, gpt2.spec.head_dim, gpt2.q_len) == (12, 12, 64, 300)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{not json", "is not JSON .* give a model's config.json"),
+        ("[1, 2]", "holds no JSON object"),
+        ({"hidden_size": 4096}, "has no num_attention_heads or n_head"),
+        ({"num_attention_heads": 32}, "has no hidden_size or n_embd"),
+        (
+            {"num_attention_heads": "32", "hidden_size": 64},
+            "num_attention_heads='32' must be a positive whole",
+        ),
+        (LLAMA | {"num_attention_heads": 33}, "33 heads do not divide hidden_size 4096; add head_dim"),
+        (LLAMA | {"torch_dtype": "int8"}, "dtype 'int8' is not served; allowed: float16, bfloat16, float32"),
+        (LLAMA | {"num_key_value_heads": 5}, "heads=32 must be a multiple of kv_heads=5"),
+        (LLAMA | {"head_dim": 20}, "head_dim=20 is not served; allowed: multiples of 8"),
+    ],
+)
+def test_a_bad_config_says_what_is_wrong(tmp_path: Path, config: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        workloads_from_hf_config(written(tmp_path, config))
+
+
+def test_an_absent_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"absent\.json: No such file or directory; give a model's"):
+        workloads_from_hf_config(tmp_path / "absent.json")
+
+
+def test_explicit_sizes() -> None:
+    found = workloads_from_args(
+        head_dim=128,
+        heads=32,
+        kv_heads=8,
+        seq=[512, 4096],
+        mask=["causal", "sliding_window(1023, 0)"],
+        dtype="fp16",
+        score_mod="softcap(30.0)",
+    )
+    assert [(w.q_len, w.batch, w.params) for w in found] == [
+        (512, 32, (("cap", 30.0),)),
+        (4096, 4, (("cap", 30.0),)),
+        (512, 32, (("left", 1023), ("right", 0), ("cap", 30.0))),
+        (4096, 4, (("left", 1023), ("right", 0), ("cap", 30.0))),
+    ]
+    (decode,) = workloads_from_args(head_dim=64, heads=8, seq=1, k_len=4096, batch=16)
+    assert (decode.q_len, decode.k_len, decode.batch, decode.kv_heads) == (1, 4096, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": "casual"}, "unknown mask 'casual'; known: causal"),
+        ({"dtype": "fp8"}, "dtype='fp8' is not served"),
+        ({"seq": 0}, "seq=0 must be at least 1"),
+        ({"head_dim": 100}, "head_dim=100 is not served"),
+        ({"kv_heads": 3}, "heads=32 must be a multiple of kv_heads=3"),
+        ({"score_mod": "softcap(0)"}, "cap"),
+    ],
+)
+def test_bad_sizes_are_named(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"head_dim": 128, "heads": 32, "seq": 512}
+    with pytest.raises(InvalidArgument, match=message):
+        workloads_from_args(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), (" 1.5 m ", 90), ("2H", 7200)],
+)
+def test_budgets(text: str, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "10x", "-5m", "0", "0s", "1h30", "m", "10 minutes"])
+def test_bad_budgets(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="is no duration; write 90s, 10m, 1h or 1h30m"):
+        parse_budget(text)
+
+
+def test_durations_are_readable() -> None:
+    assert [format_seconds(s) for s in (0.2, 42, 60, 601, 3900)] == ["0s", "42s", "1m00s", "10m01s", "1h05m"]
+    assert parse_budget(format_seconds(601)) == 601
+
+
+def test_a_plan_checks_itself() -> None:
+    assert Plan().trial_limit == DEFAULT_TRIALS
+    assert Plan(trials=5, budget_s=60).trial_limit == 5
+    assert Plan(budget_s=60).trial_limit == Plan(sampler="grid").trial_limit == float("inf")
+    for changes, message in (
+        ({"trials": 0}, "trials=0 must be at least 1"),
+        ({"budget_s": 0.0}, "budget_s=0.0 must be more than 0"),
+        ({"sampler": "luck"}, "unknown sampler 'luck'"),
+        ({"passes": 0}, "passes=0 must be at least 1"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            Plan(**changes)  # type: ignore[arg-type]

@@ -1,0 +1,438 @@
+"""The whole tuner over recorded measurements and a real database; no GPU, no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import landscape
+import pytest
+
+from flashgen.errors import StoreError
+from flashgen.measure.compile_pool import CompilePool
+from flashgen.measure.replay import NoCompiler, Replay
+from flashgen.measure.worker import MeasuringFailed, Trial
+from flashgen.spec.attention import Workload
+from flashgen.spec.config import Config
+from flashgen.spec.masks import key_padding
+from flashgen.spec.record import Measurement, Record, Status
+from flashgen.spec.target import find_target
+from flashgen.store.db import TuningDB
+from flashgen.store.today import current_hash
+from flashgen.tune.plan import Plan
+from flashgen.tune.tuner import Progress, TuneResult, tune
+
+SPACE = landscape.space()
+DEFAULT = landscape.FAMILY.find("m128n64w4s2_tma_heads")
+
+
+class Noted(Replay):
+    """A replay that notes what it was asked."""
+
+    def __init__(self, records: Sequence[Record], noise: float = 0.0, seed: int = 0) -> None:
+        super().__init__(records, noise, seed)
+        self.asked: list[Config] = []
+        self.compared: list[list[Config]] = []
+
+    def measure(self, trial: Trial) -> Measurement:
+        self.asked.append(trial.config)
+        return super().measure(trial)
+
+    def compare(self, trials: Sequence[Trial], passes: int) -> tuple[Measurement, ...]:
+        self.compared.append([trial.config for trial in trials])
+        return super().compare(trials, passes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TuningDB]:
+    with TuningDB(tmp_path / "tuning.db", current_hash=current_hash) as opened:
+        yield opened
+
+
+def run(store: Any, measurer: Any = None, *workloads: Workload, **options: Any) -> TuneResult:
+    plan = {key: options.pop(key) for key in tuple(options) if key in Plan.__slots__}
+    given: dict[str, Any] = {
+        "store": store,
+        "target": landscape.TARGET,
+        "measurer": measurer or Replay(landscape.records()),
+        "compiler": NoCompiler(landscape.TOOLCHAIN),
+        "versions": landscape.VERSIONS,
+        "plan": Plan(**plan),
+    }
+    return tune(workloads or (landscape.workload(),), **given | options)
+
+
+def test_a_quarter_of_the_space_is_enough(store: TuningDB) -> None:
+    (summary,) = run(store, trials=len(SPACE) // 4).summaries
+    assert summary.winner is not None
+    assert summary.winner.median_us < 1.02 * landscape.best_us()
+    assert summary.trials == len(SPACE) // 4
+    assert summary.space == len(SPACE)
+    assert summary.refused == len(landscape.FAMILY.all_configs()) - len(SPACE)
+    assert summary.default_us == pytest.approx(landscape.time_us(DEFAULT))
+    assert summary.gain == pytest.approx(landscape.time_us(DEFAULT) / summary.winner.median_us)
+    flops = 2 * 4 * 32 * 4096**2 * 256 * (4097 / 8192)
+    assert summary.tflops == pytest.approx(flops / summary.winner.median_us / 1e6, rel=1e-3)
+
+
+def test_every_outcome_is_stored_with_its_reason(store: TuningDB) -> None:
+    measurer = Noted(landscape.records())
+    (summary,) = run(store, measurer, trials=60).summaries
+    stored = list(store.records())
+    by_config = {record.config for record in stored}
+    assert by_config == set(measurer.asked) and len(by_config) == 60
+    wrong = [record for record in stored if record.measurement.status is Status.WRONG]
+    assert summary.outcomes == {"OK": 60 - len(wrong), "WRONG": len(wrong)}
+    assert wrong and all("max error 0.3" in record.measurement.reason for record in wrong)
+    for record in stored:
+        assert record.admission == landscape.FAMILY.admission(record.config)
+        assert record.kernel_hash == current_hash(record)
+        assert record.versions == landscape.VERSIONS
+        assert record.created_at.endswith("+00:00")
+
+
+def test_grid_measures_the_whole_space_and_finds_the_best(store: TuningDB) -> None:
+    measurer = Noted(landscape.records())
+    (summary,) = run(store, measurer, sampler="grid").summaries
+    assert measurer.asked[0] == DEFAULT
+    assert len(measurer.asked) == len(set(measurer.asked)) == len(SPACE)
+    assert summary.winner is not None
+    assert summary.winner.median_us == landscape.best_us()
+
+
+def test_the_default_is_tried_first_then_the_neighbours_winners(store: TuningDB) -> None:
+    near, far, other_gpu = SPACE[40], SPACE[41], SPACE[42]
+    store.add(landscape.record(landscape.workload(8192), near, 900.0))
+    store.add(landscape.record(landscape.workload(512), far, 90.0))
+    elsewhere = landscape.record(landscape.workload(), other_gpu, 1500.0)
+    store.add(replace(elsewhere, target=find_target("nvidia-h100-pcie")))
+    measurer = Noted(landscape.records())
+    run(store, measurer, trials=8)
+    assert measurer.asked[:4] == [DEFAULT, near, far, other_gpu]
+
+
+def test_a_suite_hands_its_winners_on(store: TuningDB) -> None:
+    """Also to another mask, whose records the store does not rank."""
+    from flashgen.spec.masks import full
+
+    first, second = landscape.workload(), landscape.workload(mask=full())
+    measurer = Noted(landscape.records(first, second))
+    result = run(store, measurer, first, second, trials=40)
+    winner = result.summaries[0].winner
+    assert winner is not None and winner.config != DEFAULT
+    assert measurer.asked[40:42] == [DEFAULT, winner.config]
+
+
+def test_the_next_run_measures_nothing_again(store: TuningDB) -> None:
+    first, second = Noted(landscape.records()), Noted(landscape.records())
+    run(store, first, trials=30)
+    (summary,) = run(store, second, trials=50).summaries
+    assert (summary.resumed, summary.trials) == (30, 20)
+    assert not set(first.asked) & set(second.asked)
+    third = Noted(landscape.records())
+    (again,) = run(store, third, trials=50).summaries
+    assert third.asked == [] and again.resumed == 50
+    assert again.winner == summary.winner or again.winner.median_us == summary.winner.median_us  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", ["kernel", "triton", "sizes", "model", "density", "memory"])
+def test_records_of_something_else_do_not_count(store: TuningDB, change: str) -> None:
+    for config in SPACE[:20]:
+        known = landscape.record(landscape.workload(), config, 500.0)
+        store.add(
+            {
+                "kernel": lambda r: replace(r, kernel_hash="0" * 16),
+                "triton": lambda r: replace(r, versions=replace(r.versions, triton="3.5.0")),
+                "sizes": lambda r: replace(r, workload=replace(r.workload, q_len=4000, k_len=4000)),
+                "model": lambda r: replace(r, measurement=replace(r.measurement, source="model")),
+                "density": lambda r: replace(r, density="real"),
+                "memory": lambda r: replace(
+                    r, measurement=Measurement(Status.OUT_OF_MEMORY, reason="another process held it")
+                ),
+            }[change](known)
+        )
+    measurer = Noted(landscape.records())
+    (summary,) = run(store, measurer, sampler="grid", trials=25).summaries
+    assert (summary.resumed, summary.trials) == (0, 25)
+
+
+def test_finalists_of_a_noisy_clock_are_measured_again_interleaved(store: TuningDB) -> None:
+    measurer = Noted(landscape.records(), noise=0.03, seed=5)
+    (summary,) = run(store, measurer, trials=92, finalists=4, passes=7).summaries
+    assert measurer.compared, "there was a final"
+    assert len(measurer.compared[0]) in (4, 5) and DEFAULT in measurer.compared[0]
+    winner = summary.winner
+    assert winner is not None and winner.measurement.passes == 7, "a lucky quick timing does not win"
+    held = {record.config: record for record in store.records() if record.measurement.passes == 7}
+    assert winner == min(held.values(), key=lambda record: record.median_us) or len(measurer.compared) == 3
+    assert winner.measurement.max_error == 1e-3
+    true_us = landscape.time_us(winner.config)
+    assert true_us is not None and true_us < 1.04 * landscape.best_us()
+
+
+def test_the_early_stop_gets_the_best_so_far(store: TuningDB) -> None:
+    bests: list[float] = []
+
+    class Noting(Replay):
+        def measure(self, trial: Trial) -> Measurement:
+            bests.append(trial.best_us)
+            return super().measure(trial)
+
+    run(store, Noting(landscape.records()), trials=20)
+    assert bests[0] == float("inf")
+    assert bests[1] == landscape.time_us(DEFAULT)
+    assert bests == sorted(bests, reverse=True)
+
+
+def test_slow_is_learnt_from_but_never_best(store: TuningDB) -> None:
+    data = landscape.records()
+    fastest = min((r for r in data if r.measurement.status is Status.OK), key=lambda r: r.median_us)
+    slow = Measurement(Status.SLOW, median_us=fastest.median_us, reason="clearly behind")
+    data = [replace(r, measurement=slow) if r is fastest else r for r in data]
+    (summary,) = run(store, Replay(data), sampler="grid").summaries
+    assert summary.outcomes["SLOW"] == 1
+    assert summary.winner is not None and summary.winner.config != fastest.config
+
+
+def test_progress_is_told_after_each_trial(store: TuningDB) -> None:
+    seen: list[Progress] = []
+    run(store, trials=12, budget_s=60.0, progress=seen.append)
+    assert [p.trial for p in seen] == list(range(13))
+    assert {p.limit for p in seen} == {12}
+    assert seen[0].last is None and seen[0].best is None
+    assert all(p.last is not None and p.left_s is not None and 0 < p.left_s <= 60 for p in seen[1:])
+    bests = [p.best.median_us for p in seen if p.best is not None]
+    assert bests == sorted(bests, reverse=True)
+    assert (seen[-1].index, seen[-1].total, seen[-1].family) == (0, 1, "attention_fwd")
+
+
+def test_c30_the_budget_holds_within_one_trial_though_compiles_hang(
+    store: TuningDB, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
+    hanging = {config.name: "hangs" for config in SPACE[::4]}
+    with CompilePool(
+        landscape.TARGET,
+        landscape.TOOLCHAIN,
+        jobs=1,
+        timeout_s=1.0,
+        entry="bad_compilers:compiler",
+        options={"behaviours": hanging},
+    ) as pool:
+        pool.submit(pool.source(landscape.workload().spec, SPACE[1]), _facts()).result()  # the child is up
+        start = time.monotonic()
+        (summary,) = run(store, compiler=pool, budget_s=4.0, sampler="grid").summaries
+        spent = time.monotonic() - start
+    assert 3.0 < spent < 4.0 + 1.0 + 0.5, f"{spent=}"
+    assert summary.outcomes["TIMEOUT"] >= 1
+    assert summary.outcomes["OK"] >= 3, "the others were still compiled"
+    reasons = [r.measurement.reason for r in store.records(status=Status.TIMEOUT)]
+    assert all("no answer within 1 s" in reason for reason in reasons)
+
+
+def _facts() -> Any:
+    from flashgen.build.inputs import contiguous_facts
+
+    return contiguous_facts(landscape.workload())
+
+
+def test_the_budget_is_shared_by_the_workloads(store: TuningDB) -> None:
+    class Slowly(Replay):
+        def measure(self, trial: Trial) -> Measurement:
+            time.sleep(0.02)
+            return super().measure(trial)
+
+    workloads = [landscape.workload(seq) for seq in (4096, 2048, 1024)]
+    result = run(store, Slowly(landscape.records(*workloads)), *workloads, budget_s=3.0)
+    trials = [summary.trials for summary in result.summaries]
+    assert len(trials) == 3 and min(trials) > 0.5 * max(trials) > 5
+    assert 2.0 < result.seconds < 3.3
+
+
+def test_c32_the_regime_is_in_the_record(store: TuningDB) -> None:
+    data = [
+        replace(r, measurement=replace(r.measurement, reason="cold L2, graph"))
+        if r.measurement.status is Status.OK
+        else r
+        for r in landscape.records()
+    ]
+    (summary,) = run(store, Replay(data), trials=5).summaries
+    assert summary.winner is not None and summary.winner.measurement.reason == "cold L2, graph"
+
+
+def test_c31_the_density_is_in_the_record(store: TuningDB) -> None:
+    padded = landscape.workload(mask=key_padding())
+    run(store, Replay(landscape.records(padded)), padded, trials=4)
+    assert {record.density for record in store.records()} == {"lengths uniform in [k/2, k]"}
+
+
+def test_lse_and_plain_calls_share_one_tuning(store: TuningDB) -> None:
+    plain = landscape.workload()
+    with_lse = replace(plain, spec=replace(plain.spec, return_lse=True))
+    (summary,) = run(store, None, with_lse, trials=4).summaries
+    assert summary.workload == plain
+
+
+def test_a_workload_that_cannot_be_measured_does_not_stop_the_others(store: TuningDB) -> None:
+    class Small(Replay):
+        def prepare(self, workload: Workload) -> str:
+            if workload.q_len > 4096:
+                raise MeasuringFailed(Status.OUT_OF_MEMORY, "the workload does not fit in the GPU's memory")
+            return super().prepare(workload)
+
+    workloads = [landscape.workload(8192), landscape.workload(4096)]
+    result = run(store, Small(landscape.records(*workloads)), *workloads, trials=4)
+    first, second = result.summaries
+    assert (first.winner, first.problem) == (None, "the workload does not fit in the GPU's memory")
+    assert second.winner is not None and not result.problem
+
+
+def test_a_lost_gpu_ends_the_run_with_what_was_measured(store: TuningDB) -> None:
+    class Dying(Noted):
+        def measure(self, trial: Trial) -> Measurement:
+            if len(self.asked) == 5:
+                raise MeasuringFailed(Status.CRASH, "the GPU cannot be measured on")
+            return super().measure(trial)
+
+    workloads = [landscape.workload(4096), landscape.workload(2048)]
+    result = run(store, Dying(landscape.records(*workloads)), *workloads, trials=20)
+    assert result.problem == "the GPU cannot be measured on"
+    assert len(result.summaries) == 1 and result.summaries[0].winner is not None
+    assert len(list(store.records())) == 5
+
+
+def test_a_full_disk_ends_the_run_with_an_explanation(store: TuningDB) -> None:
+    class Full:
+        """The database, until the disk is full."""
+
+        def __init__(self) -> None:
+            self.added = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def add(self, record: Record) -> bool:
+            self.added += 1
+            if self.added > 6:
+                raise StoreError("the disk is full; free some space")
+            return store.add(record)
+
+    result = run(Full(), trials=20)
+    assert result.problem == "the disk is full; free some space"
+    assert result.summaries[0].winner is not None
+    assert len(list(store.records())) == 6
+
+
+def test_nothing_right_means_no_winner(store: TuningDB) -> None:
+    data = [
+        replace(r, measurement=Measurement(Status.WRONG, reason="all wrong")) for r in landscape.records()
+    ]
+    (summary,) = run(store, Replay(data), trials=5).summaries
+    assert (summary.winner, summary.gain, summary.tflops) == (None, None, None)
+    assert summary.outcomes == {"WRONG": 5}
+
+
+def test_a_spec_no_family_serves_is_told(store: TuningDB) -> None:
+    amd = replace(landscape.TARGET, vendor="hip")
+    (summary,) = run(store, target=amd).summaries
+    assert summary.winner is None
+    assert "no kernel family serves this" in summary.problem
+
+
+# Processes that end
+
+
+def start(database: Path, *arguments: object) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "runner", str(database), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    database = tmp_path / "tuning.db"
+    process = start(database, 60, 0)
+    told = lines(process, 10)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    *more, printed = rest.splitlines()
+    result = json.loads(printed)
+    told += more
+    assert process.returncode == 0
+    assert result["interrupted"] is True
+    assert result["workloads"][0]["trials"] == len(told) < 60
+    assert result["workloads"][0]["winner"] is not None
+    with TuningDB(database) as store:
+        assert {record.config.name for record in store.records()} == set(told)
+        measurer = Noted(landscape.records())
+        (summary,) = run(store, measurer, trials=60).summaries
+    assert (summary.resumed, summary.trials) == (len(told), 60 - len(told))
+    assert not {config.name for config in measurer.asked} & set(told)
+
+
+def test_a_killed_run_loses_nothing_that_it_had_stored(tmp_path: Path) -> None:
+    database = tmp_path / "tuning.db"
+    process = start(database, 60, 0)
+    told = lines(process, 12)
+    process.kill()
+    process.communicate(timeout=60)
+    with TuningDB(database, current_hash=current_hash) as store:
+        assert store.problems() == []
+        stored = [record.config.name for record in store.records()]
+        assert stored[:12] == told and len(stored) <= 14
+        measurer = Noted(landscape.records())
+        (summary,) = run(store, measurer, trials=40).summaries
+    assert summary.resumed == len(stored)
+    assert not {config.name for config in measurer.asked} & set(stored)
+
+
+def test_c33_two_tuners_of_one_database_pick_the_same_winner(tmp_path: Path) -> None:
+    """Each has its own noisy clock and its own search; what a dispatcher then takes is one and the same."""
+    database = tmp_path / "tuning.db"
+    processes = [start(database, 40, seed, 0.02) for seed in (1, 2)]
+    results = []
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        results.append(json.loads(out.splitlines()[-1]))
+    assert [result["problem"] for result in results] == ["", ""]
+    picks = []
+    for _ in range(2):
+        with TuningDB(database, readonly=True, current_hash=current_hash) as store:
+            picks.append(store.ranked(landscape.workload(), landscape.TARGET)[0])
+    assert picks[0] == picks[1]
+    with TuningDB(database, current_hash=current_hash) as store:
+        tuned = [run(store, Noted(landscape.records()), trials=1).summaries[0].winner for _ in range(2)]
+    assert tuned[0] is not None and tuned[1] is not None and tuned[0].config == tuned[1].config
+
+
+def test_c40_many_studies_leave_no_memory_behind(tmp_path: Path) -> None:
+    """Searches and look-ups are not kept: no cache holds a config, a record or a study of a finished run."""
+    with TuningDB(tmp_path / "tuning.db", current_hash=current_hash) as store:
+        run(store, trials=4)
+
+        def many(count: int) -> int:
+            for _ in range(count):
+                run(store, trials=4, finalists=0)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        before = many(60)
+        after = many(120)
+    assert after - before < 8 * 1024, f"{after - before} KB more after 120 further runs"
