@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,9 @@ import pytest
 
 HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+sys.path[:0] = [str(HERE), *(str(folder) for folder in sorted(HERE.iterdir()) if folder.is_dir())]
+"""Shared modules beside the tests have names of their own; test modules need none (import-mode)."""
+
 FOLDER_MARKS = {"gpu": "gpu", "interp": "interp", "compile": "compile"}
 """Folder under tests/ and the marker its tests get."""
 

@@ -1,0 +1,591 @@
+"""The composition root: the only place where stores, kernels, dispatcher, tuner and bundles are wired.
+
+The functions of the package that users call stand here. Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.runtime import explain as explanations
+from flashgen.runtime import op, torch_path
+from flashgen.runtime.checks import check
+from flashgen.runtime.dispatcher import Dispatcher
+from flashgen.runtime.explain import Explanation
+from flashgen.runtime.policy import Launchable, Policy, Request, Source
+from flashgen.runtime.sdpa import translate
+from flashgen.settings import SETTINGS
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.config import Config
+from flashgen.spec.masks import Mask
+from flashgen.spec.record import Record, RecordStore, Versions
+from flashgen.spec.score_mods import ScoreMod
+from flashgen.spec.target import Target, find_target
+
+if TYPE_CHECKING:
+    from flashgen.bundle.load import Bundle
+    from flashgen.measure.compile_pool import CompilePool
+    from flashgen.measure.worker import Measurer
+    from flashgen.tune.plan import Plan
+    from flashgen.tune.tuner import Progress, TuneResult
+
+Workloads = str | os.PathLike[str] | Workload | Iterable[Workload]
+"""A suite's name, the path of a model's config.json, or workloads."""
+
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def _stream_of() -> Callable[[int], int]:
+    """Device index -> handle of torch's current stream there; the raw getter is 0.1 us, the object 1 us."""
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))
+
+
+# Calls
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | str | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+) -> Any:
+    """Exact softmax attention by the fastest kernel known for the call.
+
+    Args:
+        q: (batch, heads, q_len, head_dim), any strides; float16, bfloat16 or float32. Head dims are multiples
+            of 8 from 16 to 256.
+        k: (batch, kv_heads, k_len, head_dim), where kv_heads divides heads.
+        v: (batch, kv_heads, k_len, head_dim_v).
+        mask: which keys a query sees: a `Mask` of `flashgen.masks`, its name, or None for all. `causal` lines
+            up the last query with the last key.
+        score_mod: rules from `flashgen.score_mods`, applied in order to the scaled scores, before the mask.
+        scale: factor on the scores, of any sign; 1 / sqrt(head_dim) if None.
+        layout: `bhsd` as above, or `bshd`: (batch, seq, heads, head_dim) for all three and the output.
+        return_lse: also return the logarithm of the sum of exponentials.
+
+    Returns:
+        The output (batch, heads, q_len, head_dim_v) in q's dtype, layout and order of axes in memory; with
+        `return_lse` a pair with the natural LSE (batch, heads, q_len) in float32. A query that sees no key
+        has output 0 and LSE -inf.
+
+    Raises:
+        InvalidArgument: an argument is outside this; nothing was launched.
+
+    CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute it.
+    """
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
+        return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse)
+    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _dispatch_modes():
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
+        return _serve(q, k, v, mask, score_mod, scale, layout, return_lse)
+    return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse)
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: the same arguments and meaning.
+
+    `is_causal` is aligned top-left, True in a bool mask means attend. What FlashGen has no kernel for (float
+    masks, masks that are more than key padding, dropout, gradients) runs in torch; `explain` says why.
+    """
+    mask = translate(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(mask, str):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    out: Tensor = attention(query, key, value, mask=mask, scale=scale)
+    return out
+
+
+def _serve(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: Any, layout: str, return_lse: bool
+) -> Any:
+    """A call that needs no gradient: what eager calls and the operator both end in."""
+    if q.is_cuda:
+        return _dispatcher().attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+    call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+    out, lse = torch_path.empty_result(call) if call.empty else torch_path.reference(call)
+    return (out, lse) if return_lse else out
+
+
+_OPERATOR = op.define(_serve)
+
+
+def _differentiable(*arguments: Any) -> Any:
+    out, lse = torch_path.attention(check(*arguments))
+    return out if lse is None else (out, lse)
+
+
+def _unusual(
+    q: Any, k: Any, v: Any, mask: Any, score_mod: Any, scale: Any, layout: str, return_lse: bool
+) -> Any:
+    """A call whose tensors are not plain ones, or that a mode of torch (fake tensors, a trace) watches."""
+    arguments = (q, k, v, mask, score_mod, scale, layout, return_lse)
+    tensors = (q, k, v)
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        check(*arguments)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _differentiable(*arguments)
+    if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors) and not _dispatch_modes():
+        return _serve(*arguments)
+    return op.traced(_OPERATOR, *arguments)
+
+
+# The dispatcher and what it is made of
+
+
+@lru_cache(maxsize=1)
+def _dispatcher() -> Dispatcher:
+    """The process's dispatcher, made at the first call on a GPU."""
+    from flashgen.build.device import current_target
+
+    return Dispatcher(_policy(), current_target, _stream_of(), on_miss=SETTINGS.on_miss, tune=_tune_one)
+
+
+def _policy(db: str | None = None) -> Policy:
+    """The database, then the shipped records, then defaults; bundles are added as they are loaded."""
+    return Policy(
+        sources=[
+            Source("database", lambda: _database(SETTINGS.db_url() if db is None else db), _compile_and_load),
+            Source("shipped records", _shipped, _compile_and_load),
+        ],
+        load=_compile_and_load,
+    )
+
+
+@lru_cache(maxsize=4)
+def _database(url: str) -> RecordStore:
+    """The record database as dispatching reads it: nothing is made or upgraded."""
+    from flashgen.store.db import TuningDB
+    from flashgen.store.today import current_hash
+
+    return TuningDB(url, readonly=True, current_hash=current_hash)
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> RecordStore:
+    from flashgen.store.shipped import ShippedRecords
+    from flashgen.store.today import current_hash
+
+    return ShippedRecords(current_hash=current_hash)
+
+
+def _compile_and_load(request: Request, config: Config) -> Launchable:
+    from flashgen.build.compile import compile_kernel, toolchain
+    from flashgen.build.launch import Kernel
+    from flashgen.codegen.source import render
+
+    source = render(request.workload.spec, config, toolchain())
+    return Kernel(compile_kernel(source, request.facts, request.target), request.device)
+
+
+def set_policy(on_miss: str) -> None:
+    """Sets what a call on a GPU does that no measured record of its own bucket serves.
+
+    Args:
+        on_miss: `default`: the nearest record, or the family's default config; `tune`: tune first, which
+            takes minutes; `record`: as `default`, and note the shape for `flashgen tune --misses`; `error`:
+            raise `NoTunedKernel` where no record serves at all.
+
+    Raises:
+        InvalidArgument: no such policy.
+    """
+    _dispatcher().set_on_miss(on_miss)
+
+
+def load_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Verifies a bundle and serves calls from it before anything else.
+
+    Raises:
+        BundleError: it is damaged, of another format, or for another GPU; nothing of it is used.
+    """
+    from flashgen.bundle.load import load_bundle as load
+
+    bundle = load(path)
+
+    def kernel(request: Request, config: Config) -> Launchable:
+        return bundle.kernel(request.workload.spec, config, request.facts, request.device)
+
+    def fallback(request: Request) -> Config | None:
+        if request.target != bundle.target:
+            return None
+        return bundle.fallback(request.workload.spec, request.facts)
+
+    _dispatcher().add_bundle(Source(f"bundle {Path(path).name}", lambda: bundle, kernel, fallback))
+    return bundle
+
+
+# Looking ahead
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | str | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """What a call would run, and why every other step was passed over; print it.
+
+    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa).
+    A kernel that would have to be compiled is compiled; nothing is launched.
+
+    Raises:
+        InvalidArgument: as the call itself, or arguments of both were mixed.
+    """
+    if attn_mask is not None or dropout_p or is_causal or enable_gqa:
+        if mask is not None or score_mod is not None or layout != "bhsd" or return_lse:
+            raise InvalidArgument(
+                "explain got arguments of attention (mask, score_mod, layout, return_lse) and of sdpa "
+                "(attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
+            )
+        translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if isinstance(translated, str):
+            return Explanation.of_torch(
+                "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
+            )
+        mask = translated
+    call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return explanations.explain_without_kernel(call, "a gradient is needed, and no kernel gives one yet")
+    if not q.is_cuda:
+        return explanations.explain_without_kernel(
+            call, f"kernels run on CUDA, the tensors are on {q.device}", "the reference in float32"
+        )
+    return _dispatcher().explain(call, q.get_device())
+
+
+def explain_workload(
+    workload: Workload,
+    target: Target | str | None = None,
+    *,
+    facts: CallFacts | None = None,
+    db: str | None = None,
+) -> Explanation:
+    """What calls of a workload would run on a GPU, judged without one: nothing is compiled or loaded.
+
+    Args:
+        target: a row of `spec.target.TARGETS` or its name; by default this machine's GPU.
+        facts: the kind of call; by default one on freshly allocated tensors.
+        db: the record database, by default the user's.
+
+    Raises:
+        UnknownName: no such target.
+        LaunchFailed: no target was given, and there is no GPU.
+    """
+    return explanations.explain_workload(
+        _policy(db), workload, _target(target), facts or _usual_facts(workload)
+    )
+
+
+def best_record(
+    workload: Workload,
+    target: Target | str | None = None,
+    facts: CallFacts | None = None,
+    *,
+    db: str | None = None,
+) -> Record | None:
+    """The tuned record whose config serves a workload; None if a default config would."""
+    request = Request(workload, facts or _usual_facts(workload), _target(target))
+    return _policy(db).decide(request, loading=False).record
+
+
+def warmup(what: Workloads, *, device: int = 0) -> tuple[Explanation, ...]:
+    """Compiles and loads, ahead of the first call, what calls of these workloads run on a GPU.
+
+    Args:
+        what: a suite's name, the path of a model's config.json, or workloads.
+        device: index of the GPU.
+
+    Raises:
+        InvalidArgument: an unknown suite, or a file that is no model's config.
+        LaunchFailed: there is no such GPU.
+    """
+    return tuple(
+        _dispatcher().warm(workload, _usual_facts(workload), device) for workload in workloads_of(what)
+    )
+
+
+def workloads_of(what: Workloads) -> tuple[Workload, ...]:
+    """The workloads that a suite's name, a model's config.json, or workloads stand for.
+
+    Raises:
+        UnknownName: no such suite; the known ones are listed.
+        InvalidArgument: a file that is no model's config.
+    """
+    if isinstance(what, Workload):
+        return (what,)
+    if isinstance(what, str | os.PathLike):
+        from flashgen.tune.suites import suite_workloads, workloads_from_hf_config
+
+        path = Path(what)
+        if not isinstance(what, str) or path.suffix == ".json" or path.exists():
+            return workloads_from_hf_config(path)
+        return suite_workloads(what)
+    return tuple(what)
+
+
+def _usual_facts(workload: Workload) -> CallFacts:
+    from flashgen.build.inputs import contiguous_facts
+
+    return contiguous_facts(workload)
+
+
+def _target(target: Target | str | None, device: int = 0) -> Target:
+    if isinstance(target, Target):
+        return target
+    if target is not None:
+        return find_target(target)
+    from flashgen.build.device import current_target
+
+    return current_target(device)
+
+
+# Tuning and export
+
+
+class _Bench(NamedTuple):
+    """What candidates are compiled and measured with."""
+
+    measurer: Measurer
+    compiler: CompilePool
+    target: Target
+    versions: Versions
+
+
+@contextmanager
+def _bench(target: Target | None, device: int, jobs: int | None) -> Iterator[_Bench]:
+    """Of a live GPU, or offline for a target, where a model stands for the measurements."""
+    from flashgen.build.compile import toolchain
+    from flashgen.measure.compile_pool import CompilePool
+
+    with ExitStack() as stack:
+        if target is not None:
+            from flashgen.tune.model import ModelMeasurer
+
+            compiler = stack.enter_context(CompilePool(target, toolchain(), jobs))
+            yield _Bench(ModelMeasurer(target), compiler, target, _versions())
+        else:
+            from flashgen.build.device import live_target
+            from flashgen.measure.worker import Worker
+
+            live_target(device)  # says so now if there is no GPU
+            worker = stack.enter_context(Worker(device))
+            machine = worker.machine()
+            compiler = stack.enter_context(CompilePool(machine.target, toolchain(), jobs))
+            yield _Bench(worker, compiler, machine.target, _versions(machine.torch, machine.driver))
+
+
+def tune(
+    what: Workloads,
+    *,
+    target: Target | str | None = None,
+    device: int = 0,
+    plan: Plan | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    db: str | None = None,
+    jobs: int | None = None,
+) -> TuneResult:
+    """Finds the fastest correct kernel of each workload and stores everything measured.
+
+    Args:
+        what: a suite's name, the path of a model's config.json, or workloads.
+        target: work offline for this GPU: candidates are compiled and ranked by a model, nothing is
+            measured. None: measure on this machine's GPU.
+        device: index of the GPU to measure on.
+        plan: trials, budget and strategy.
+        progress: called after each trial.
+        db: the record database, by default the user's.
+        jobs: processes that compile, by default one for each core.
+
+    Raises:
+        InvalidArgument: an unknown suite or target.
+        LaunchFailed: nothing to measure on.
+        StoreError: the database cannot be opened.
+    """
+    from flashgen.store.db import TuningDB
+    from flashgen.store.today import current_hash
+    from flashgen.tune.tuner import tune as run
+
+    workloads = workloads_of(what)
+    offline = _target(target or SETTINGS.target) if target or SETTINGS.target else None
+    url = SETTINGS.db_url() if db is None else db
+    try:
+        with TuningDB(url, current_hash=current_hash) as store, _bench(offline, device, jobs) as bench:
+            return run(workloads, store=store, plan=plan, progress=progress, **bench._asdict())
+    finally:
+        _forget()
+
+
+@contextmanager
+def remeasurer(device: int = 0) -> Iterator[Callable[[Record], Record]]:
+    """Within it, a function that measures a record's config and workload again with today's kernel.
+
+    Raises:
+        LaunchFailed: there is no such GPU.
+    """
+    from flashgen.build.inputs import contiguous_facts
+    from flashgen.measure.worker import Trial
+
+    with _bench(None, device, None) as bench:
+
+        def again(old: Record) -> Record:
+            source = bench.compiler.source(old.workload.spec, old.config)
+            compiled = bench.compiler.submit(source, contiguous_facts(old.workload)).result()
+            density = bench.measurer.prepare(old.workload)
+            trial = Trial(old.workload, old.config, compiled.artifact)
+            return replace(
+                old,
+                target=bench.target,
+                measurement=compiled.failure or bench.measurer.measure(trial),
+                kernel_hash=source.hash,
+                versions=bench.versions,
+                density=density,
+                created_at=datetime.now(timezone.utc).isoformat(),
+            )
+
+        yield again
+
+
+def _tune_one(workload: Workload, device: int) -> None:
+    """Tunes what a call missed, in a minute or two."""
+    from flashgen.tune.plan import Plan
+
+    result = tune(workload, device=device, plan=Plan(trials=32, budget_s=120.0))
+    if result.problem:
+        raise LaunchFailed(result.problem)
+
+
+def export(
+    what: Workloads, out: str | os.PathLike[str], *, target: Target | str | None = None, db: str | None = None
+) -> Path:
+    """Packs the tuned kernels of workloads into a bundle, which runs without compiler and database.
+
+    For each workload the best record for aligned calls and the best for any call, compiled with and without
+    the LSE, and for each spec one untuned kernel that serves whatever else may be called.
+
+    Args:
+        what: a suite's name, the path of a model's config.json, or workloads.
+        out: a new or empty folder, or an older bundle, which is replaced.
+        target: the GPU to pack for; by default this machine's.
+        db: the record database, by default the user's.
+
+    Raises:
+        InvalidArgument: a workload has no record on the target; all such are named.
+        CompileFailed: a recorded kernel does not compile any more.
+        BundleError: the folder cannot be written.
+    """
+    from flashgen.build.compile import toolchain
+    from flashgen.bundle.manifest import BundledKernel
+    from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+    from flashgen.codegen.families import serving
+    from flashgen.codegen.source import render
+    from flashgen.errors import CompileFailed
+    from flashgen.measure.compile_pool import CompilePool
+
+    to, workloads = _target(target), workloads_of(what)
+    records: dict[Record, None] = {}
+    kinds: dict[tuple[Any, ...], None] = {}
+    missing = []
+    for workload in workloads:
+        winners = _winners(workload, to, db)
+        if not winners:
+            missing.append(f"{workload.name} of [{workload.spec.key}]")
+        records |= dict.fromkeys(winners)
+        for record in winners:
+            for spec, facts in wanted(workload.spec, record.admission):
+                kinds[spec, record.config, facts] = None
+        for family in serving(workload.spec, to)[:1]:
+            for spec, facts in wanted(workload.spec, "any"):
+                if facts == ANY_CALL:
+                    kinds[spec, family.default(spec, to, facts), facts] = None
+    if missing:
+        listed = "\n  ".join(missing)
+        raise InvalidArgument(
+            f"no tuned record on {to.describe()} for:\n  {listed}\ntune first: "
+            f"flashgen tune --target {to.name}, or --gpu on such a machine"
+        )
+    with CompilePool(to, toolchain()) as pool:
+        sources = [(render(spec, config, toolchain()), facts) for spec, config, facts in kinds]
+        compiled = [(source, pool.submit(source, facts)) for source, facts in sources]
+        kernels = []
+        for source, future in compiled:
+            answer = future.result()
+            if answer.artifact is None:
+                assert answer.failure is not None
+                raise CompileFailed(f"{source.name}: {answer.failure.reason}")
+            kernels.append(BundledKernel(source.spec, source.config, source.text, answer.artifact))
+    return write_bundle(tuple(records), kernels, Path(out), to, _versions())
+
+
+def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]:
+    """The best record of a workload's own bucket for each admission class; measured before modelled."""
+    found: dict[str, Record] = {}
+    stores = [source.open() for source in _policy(db).sources]
+    bucket = workload.bucket()
+    exact = [
+        record
+        for store in stores
+        for record in store.ranked(workload, target)
+        if record.workload.bucket() == bucket
+    ]
+    for record in sorted(exact, key=lambda record: record.measurement.source == "model"):
+        found.setdefault(record.admission, record)
+    return list(found.values())
+
+
+def _versions(torch_version: str = "", driver: str = "") -> Versions:
+    """What records and bundles say they were made with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from flashgen.build.compile import triton_version
+
+    try:
+        ours = version("flashgen")
+    except PackageNotFoundError:  # a checkout on the path
+        ours = "0"
+    return Versions(ours, triton_version(), torch_version, driver)
+
+
+def _forget() -> None:
+    """Lets the next calls see new records."""
+    _database.cache_clear()
+    if _dispatcher.cache_info().currsize:
+        _dispatcher().forget()

@@ -1,0 +1,429 @@
+"""`flashgen bench`: FlashGen and its peers, timed against each other."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import Selection, workload_options
+from flashgen.cli.output import FAILED, console, emit, json_option, table
+from flashgen.errors import FlashGenError, InvalidArgument, UnknownName
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flashgen.build.inputs import Inputs
+    from flashgen.measure.bench import Clock
+    from flashgen.measure.peers import Launch
+    from flashgen.spec.attention import Workload
+
+OURS = "flashgen"
+IMPLS = (OURS, "cudnn", "fa2", "fa4", "flex")
+SHAPE = (
+    "op",
+    "dtype",
+    "head_dim",
+    "head_dim_v",
+    "mask",
+    "score",
+    "addressing",
+    "batch",
+    "heads",
+    "kv_heads",
+    "q_len",
+    "k_len",
+)
+"""The columns that say what was computed."""
+
+
+@click.command()
+@workload_options
+@click.option(
+    "--gpu",
+    type=int,
+    default=0,
+    is_flag=False,
+    flag_value=0,
+    metavar="[INDEX]",
+    help="This machine's GPU, the first or the one of that index.",
+)
+@click.option(
+    "--impls",
+    default=",".join(IMPLS),
+    show_default=True,
+    help="What to compare, by commas; what is not installed is left out, with the reason.",
+)
+@click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Write the rows into this JSON file.")
+@click.option("--merge", is_flag=True, help="Keep the rows that the file of --out has.")
+@click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds for one shape.")
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    selection: Selection,
+    gpu: int,
+    impls: str,
+    passes: int,
+    out: str | None,
+    merge: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Times FlashGen against its peers on a GPU.
+
+    One process for each shape; in it all implementations take turns, and the medians over the passes are
+    compared. FlashGen runs the kernel that a call gets, so tune the shapes first.
+
+    \b
+    Examples:
+      flashgen bench --suite llama3-8b --out benchmarks/nvidia-h200/slice.json
+      flashgen bench --head-dim 64 --seq 4096 --mask causal --impls flashgen,cudnn,fa2 --passes 5
+    """
+    from flashgen.build.device import live_target
+
+    names = _impls(impls)
+    if merge and out is None:
+        raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
+    workloads = selection.workloads()
+    live_target(gpu)  # before anything else: is there such a GPU?
+    header = _header(gpu)
+    before = _read(Path(out), header) if out and merge and Path(out).exists() else []
+    progress = console(stderr=True)
+    results = []
+    for number, workload in enumerate(workloads, 1):
+        progress.print(f"{number}/{len(workloads)}  {workload.spec.key}  {workload.name}")
+        results.append(_shape(workload, f"{header['date']}/{number}", gpu, names, passes, timeout))
+        rows = _merged(before, [row for result in results for row in result.rows])
+        if out:  # after each shape: an interrupted run keeps what it has
+            _write(Path(out), {"header": header, "rows": rows})
+    data = {
+        "header": header,
+        "rows": [row for result in results for row in result.rows],
+        "left_out": [result.left_out for result in results],
+    }
+    emit(data, as_json, lambda page: _show(page, results, names))
+    wrong = [result.left_out[OURS] for result in results if OURS in result.left_out]
+    if OURS in names and wrong:
+        click.echo(f"flashgen has no row for {len(wrong)} of {len(results)} shapes: {wrong[0]}", err=True)
+        ctx.exit(FAILED)
+
+
+def _impls(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in IMPLS:
+            raise UnknownName("implementation", name, IMPLS)
+    return names
+
+
+# One shape, in the parent
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one shape gave."""
+
+    workload: Workload
+    rows: list[dict[str, Any]]
+    left_out: dict[str, str]
+    """Implementations without a row, and why."""
+
+
+def _shape(
+    workload: Workload, run: str, gpu: int, impls: Sequence[str], passes: int, timeout: float
+) -> Result:
+    """Runs one shape in a process of its own: a peer that crashes or hangs costs this shape only."""
+    from flashgen.measure.child import Child, Failure
+
+    options = {"gpu": gpu, "impls": list(impls), "passes": passes}
+    child = Child("flashgen.cli.bench:opponents", options)
+    try:
+        answer = child.call(workload, timeout)
+    finally:
+        child.close()
+    if isinstance(answer, Failure):
+        return Result(workload, [], dict.fromkeys(impls, f"{answer.status.value}: {answer.reason}"))
+    rows, left_out = answer
+    return Result(workload, [shape_of(workload) | row | {"run": run} for row in rows], left_out)
+
+
+def shape_of(workload: Workload) -> dict[str, Any]:
+    """The columns that say what was computed, numbers of rules filled in."""
+    from flashgen.build.inputs import make_rules
+
+    spec = workload.spec
+    mask, score_mod = make_rules(workload)
+    return {
+        "op": spec.op,
+        "dtype": spec.dtype_label,
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "mask": mask.describe(),
+        "score": "" if score_mod is None else score_mod.describe(),
+        "addressing": spec.addressing,
+        "batch": workload.batch,
+        "heads": workload.heads,
+        "kv_heads": workload.kv_heads,
+        "q_len": workload.q_len,
+        "k_len": workload.k_len,
+    }
+
+
+# One shape, in the child
+
+
+Rows = tuple[list[dict[str, Any]], dict[str, str]]
+"""Rows without the shape's columns, and what was left out and why."""
+
+
+def opponents(gpu: int, impls: list[str], passes: int) -> Callable[[Workload], Rows]:
+    """What the child does with a workload, on one GPU."""
+    import torch
+
+    from flashgen.build.device import live_target
+    from flashgen.measure.bench import CudaClock
+    from flashgen.measure.roofline import floor_us
+
+    torch.cuda.set_device(gpu)
+    target = live_target(gpu)
+    clock = CudaClock(gpu, target.l2_mib)
+    return lambda workload: compared(
+        workload, f"cuda:{gpu}", impls, clock, passes, floor_us(workload, target)
+    )
+
+
+def compared(
+    workload: Workload, device: str, impls: Sequence[str], clock: Clock, passes: int, floor_us: float
+) -> Rows:
+    """Checks and times the implementations of one workload, taking turns."""
+    from flashgen.measure.bench import compare
+    from flashgen.spec.record import Status
+
+    launches, families, errors, left_out = ready(workload, device, impls)
+    timings = compare(launches, clock, passes=passes, floor_us=floor_us) if launches else {}
+    rows = []
+    for name, timing in timings.items():
+        if timing.status is not Status.OK:
+            left_out[name] = f"{timing.status.value}: {timing.reason}"
+            continue
+        rows.append(
+            {
+                "impl": name,
+                "family": families[name],
+                "ms_median": timing.median_us / 1e3,
+                "ms_min": timing.min_us / 1e3,
+                "ms_max": timing.max_us / 1e3,
+                "passes": timing.passes,
+                **rate(workload, timing.median_us),
+                "max_error": errors[name],
+            }
+        )
+    return rows, left_out
+
+
+def ready(
+    workload: Workload, device: str, impls: Sequence[str]
+) -> tuple[dict[str, Launch], dict[str, str], dict[str, float], dict[str, str]]:
+    """Builds and checks each implementation.
+
+    Returns:
+        By name: what to launch, the kernel family, the largest error against the float32 reference, and for
+        those that cannot run or are wrong the reason.
+    """
+    from flashgen.build.inputs import make_inputs
+    from flashgen.measure.check import Expected
+    from flashgen.measure.peers import build_peer
+
+    inputs = make_inputs(workload, device)
+    expected = Expected(inputs, workload.spec)
+    launches: dict[str, Launch] = {}
+    families: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name in impls:
+        try:
+            ours = name == OURS
+            launch, families[name] = _ours(workload, inputs) if ours else (build_peer(name, inputs), "")
+        except FlashGenError as error:
+            left_out[name] = str(error)
+            continue
+        verdict = expected.judge(launch())
+        errors[name] = verdict.max_error
+        if verdict.ok:
+            launches[name] = launch
+        else:
+            left_out[name] = f"wrong: {verdict.reason}"
+    return launches, families, errors, left_out
+
+
+def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:
+    """FlashGen as a user calls it, and the family of the kernel that answers; `torch` where none does."""
+    from flashgen import api
+    from flashgen.build.device import live_target
+    from flashgen.codegen.families import serving
+
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options: dict[str, Any] = {
+        "mask": inputs.mask,
+        "score_mod": inputs.score_mod,
+        "scale": inputs.scale,
+        "layout": inputs.layout,
+    }
+    steps = api.explain(q, k, v, **options).steps
+    family = "torch"
+    if all(step.source != "torch" for step in steps if step.verdict == "accepted"):
+        target = live_target(q.get_device())
+        record = api.best_record(workload, target)
+        family = record.config.family if record else serving(workload.spec, target)[0].name
+    return lambda: inputs.bhsd(api.attention(q, k, v, **options)), family
+
+
+def rate(workload: Workload, median_us: float) -> dict[str, float]:
+    """`tflops`, counting the pairs that the mask leaves; for decoding `tbps`, of keys and values read."""
+    from flashgen.measure import roofline
+
+    spec = workload.spec
+    if spec.op != "decode" and workload.q_len > 1:
+        return {"tflops": roofline.flops(workload) / median_us / 1e6}
+    seen = roofline.visible(workload).keys * workload.k_len * workload.batch * workload.kv_heads
+    return {"tbps": seen * (spec.head_dim + spec.head_dim_v) * spec.itemsize / median_us / 1e6}
+
+
+# The file
+
+
+def _header(gpu: int) -> dict[str, Any]:
+    """Where and how the rows were made."""
+    from flashgen.build.driver import driver
+    from flashgen.measure.peers import versions
+
+    return {
+        "gpu": driver().device_name(gpu),
+        "driver": _driver_version(gpu),
+        "versions": {
+            "flashgen": sys.modules["flashgen"].__version__,
+            "python": platform.python_version(),
+            **versions(),
+        },
+        "command": shlex.join(["flashgen", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _driver_version(gpu: int) -> str:
+    """Version of the NVIDIA driver, `580.159.03`; where that cannot be asked, the CUDA version it serves."""
+    from flashgen.build.driver import driver
+
+    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return answer.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return f"CUDA {driver().version()}"
+
+
+def _read(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file to merge with, whose GPU must be ours."""
+    try:
+        data = json.loads(path.read_text())
+        rows, theirs = list(data["rows"]), data["header"]
+        list(map(identity, rows))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(
+            f"{path} cannot be merged with: it is no benchmark file ({type(error).__name__}: {error}); "
+            "name another with --out, or leave --merge out to replace it"
+        ) from error
+    if theirs["gpu"] != header["gpu"]:
+        raise InvalidArgument(
+            f"{path} was measured on {theirs['gpu']}, this is {header['gpu']}; name another file with --out"
+        )
+    return rows
+
+
+def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What was computed."""
+    return tuple(row[name] for name in SHAPE)
+
+
+def _merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows but those of older runs that a new run of the same shape repeats whole.
+
+    Ratios hold within a run only, so an older run stays as long as it compares what newer ones do not.
+    """
+    repeated: dict[tuple[Any, ...], set[str]] = {}
+    for row in new:
+        repeated.setdefault(identity(row), set()).add(row["impl"])
+    runs: dict[tuple[Any, ...], set[str]] = {}
+    for row in before:
+        runs.setdefault((identity(row), row["run"]), set()).add(row["impl"])
+    kept = [
+        row for row in before if not runs[identity(row), row["run"]] <= repeated.get(identity(row), set())
+    ]
+    return kept + new
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """One row a line, so that diffs can be read; complete or not at all."""
+    header = json.dumps(data["header"], indent=2).replace("\n", "\n  ")
+    rows = ",\n".join("    " + json.dumps(row) for row in data["rows"])
+    temporary = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(f'{{\n  "header": {header},\n  "rows": [\n{rows}\n  ]\n}}\n')
+    temporary.replace(path)
+
+
+# The page
+
+
+def _show(page: Console, results: Sequence[Result], names: Sequence[str]) -> None:
+    page.print(comparison(results, names))
+    reasons: dict[tuple[str, str], int] = {}
+    for result in results:
+        for name, reason in result.left_out.items():
+            reasons[name, reason] = reasons.get((name, reason), 0) + 1
+    for (name, reason), count in reasons.items():
+        page.print(f"{name} has no row for {count} of {len(results)} shapes: {reason}", soft_wrap=True)
+
+
+def comparison(results: Sequence[Result], names: Sequence[str]) -> Table:
+    """A row for each shape: rates, and how many times faster FlashGen is than each peer."""
+    peers = [name for name in names if name != OURS and any(_row(each, name) for each in results)]
+    ours = OURS in names
+    ratios = [f">vs {name}" for name in peers] if ours else []
+    title = "TFLOP/s (decoding: TB/s of K and V), and FlashGen's speed over each peer's"
+    made = table(
+        title, "workload", "sizes", *(f">{name}" for name in ([OURS] if ours else []) + peers), *ratios
+    )
+    for result in results:
+        mine = _row(result, OURS)
+        cells = [_rate(row) for row in ([mine] if ours else []) + [_row(result, name) for name in peers]]
+        if ours:
+            cells += [_ratio(mine, _row(result, name)) for name in peers]
+        made.add_row(result.workload.spec.key, result.workload.name, *cells)
+    return made
+
+
+def _row(result: Result, name: str) -> dict[str, Any] | None:
+    return next((row for row in result.rows if row["impl"] == name), None)
+
+
+def _rate(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['tflops']:.0f}" if "tflops" in row else f"{row['tbps']:.2f}"
+
+
+def _ratio(mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
+    return "-" if mine is None or theirs is None else f"{theirs['ms_median'] / mine['ms_median']:.2f}"

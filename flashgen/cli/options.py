@@ -1,0 +1,208 @@
+"""Options that several commands share: which workloads, and which GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import click
+
+from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import DTYPES, Workload
+from flashgen.spec.target import TARGETS, Target, find_target
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_SEQ = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The workloads a command line names: of a suite, of a model, or of explicit sizes."""
+
+    suite: str | None = None
+    model: str | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    batch: int | None = None
+    seq: tuple[int, ...] = ()
+    q_len: int | None = None
+    k_len: int | None = None
+    mask: tuple[str, ...] = ()
+    score: str | None = None
+    dtype: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything was named."""
+        return any(getattr(self, f.name) not in (None, ()) for f in fields(self))
+
+    def _refuse(self, option: str, why: str, *allowed: str) -> None:
+        names = [f.name for f in fields(self) if f.name not in allowed]
+        given = ["--" + name.replace("_", "-") for name in names if getattr(self, name) not in (None, ())]
+        if given:
+            raise InvalidArgument(f"{option} {why}: leave out {', '.join(given)}, or leave out {option}")
+
+    def workloads(self) -> tuple[Workload, ...]:
+        """What was named.
+
+        Raises:
+            InvalidArgument: nothing was, two ways were mixed, or a size or name is not served.
+        """
+        from flashgen.tune.suites import SEQUENCES, suite_workloads, workloads_from_hf_config
+
+        if self.suite is not None:
+            self._refuse("--suite", "names its shapes", "suite")
+            return suite_workloads(self.suite)
+        if self.model is not None:
+            self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
+            return workloads_from_hf_config(self.model, self.seq or SEQUENCES)
+        if not self:
+            raise InvalidArgument(
+                "no workload was named; give --suite NAME, --model path/to/config.json, or sizes such as "
+                "--head-dim 128 --heads 32 --kv-heads 8 --seq 4096 --mask causal"
+            )
+        return self.explicit()
+
+    def explicit(self) -> tuple[Workload, ...]:
+        """The workloads of the given sizes; what was not given has the default that `--help` names."""
+        from flashgen.tune.suites import TOKENS, workloads_from_args
+
+        if self.seq and self.q_len is not None:
+            raise InvalidArgument("--seq and --q-len both set the number of queries: leave out one of them")
+        only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
+        lengths = self.seq or (only_keys if self.q_len is None else self.q_len,)
+        return tuple(
+            workload
+            for length in lengths
+            for workload in workloads_from_args(
+                head_dim=128 if self.head_dim is None else self.head_dim,
+                heads=32 if self.heads is None else self.heads,
+                kv_heads=self.kv_heads,
+                seq=length,
+                k_len=self.k_len,
+                mask=self.mask or "full",
+                score_mod=self.score,
+                dtype=self.dtype or "bf16",
+                batch=max(1, TOKENS // max(length, self.k_len or 1, 1)) if self.batch is None else self.batch,
+                head_dim_v=self.head_dim_v,
+            )
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+_WORKLOAD_OPTIONS = (
+    click.option("--suite", metavar="NAME", help="A named set of workloads."),
+    click.option(
+        "--model",
+        metavar="FILE",
+        type=click.Path(exists=True),
+        help="A Hugging Face config.json: heads, kv heads, head dim, window.",
+    ),
+    click.option("--head-dim", type=int, help="Elements of a query and a key.  [default: 128]"),
+    click.option("--head-dim-v", type=int, help="Elements of a value.  [default: as --head-dim]"),
+    click.option("--heads", type=int, help="Query heads.  [default: 32]"),
+    click.option("--kv-heads", type=int, help="Key and value heads.  [default: as --heads]"),
+    click.option("--batch", type=int, help="Sequences.  [default: as many as 16384 tokens hold]"),
+    click.option("--seq", type=int, multiple=True, help="Queries, and keys; repeatable.  [default: 4096]"),
+    click.option("--q-len", type=int, help="Queries, where they differ from the keys."),
+    click.option("--k-len", type=int, help="Keys, where they differ from the queries."),
+    click.option(
+        "--mask",
+        metavar="MASK",
+        multiple=True,
+        help=f"{_listed(masks.MASKS)}, joined by &, |, ~: 'causal & sliding_window(1023, 0)'; repeatable.  "
+        "[default: full]",
+    ),
+    click.option("--score", metavar="RULE", help=f"{_listed(score_mods.SCORE_MODS)}: 'softcap(30.0)'."),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the inputs.  [default: bf16]"),
+)
+
+
+def workload_options(function: F) -> F:
+    """Adds the options that name workloads; the command receives them as one `selection`."""
+    names = [f.name for f in fields(Selection)]
+
+    @functools.wraps(function)
+    def command(**options: Any) -> Any:
+        picked = {name: options.pop(name) for name in names}
+        return function(selection=Selection(**picked), **options)
+
+    for option in reversed(_WORKLOAD_OPTIONS):
+        command = option(command)
+    return command  # type: ignore[return-value]
+
+
+def db_option(function: F) -> F:
+    """Adds `--db`, which the command receives as `url`; None means the user's own database."""
+    return click.option(
+        "--db", "url", metavar="PATH|URL", help="The record database.  [default: FLASHGEN_DB]"
+    )(function)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU to work for: one of this machine, or any of the table for work without one."""
+
+    target: Target
+    index: int | None
+    """Of this machine's GPU; None when the work is offline."""
+
+
+def gpu_options(function: F) -> F:
+    """Adds `--gpu [INDEX]` and `--target NAME`; see `find_device`."""
+    for option in (
+        click.option(
+            "--target",
+            metavar="NAME",
+            help=f"Work offline for a GPU of this list: {_listed(TARGETS)}.",
+        ),
+        click.option(
+            "--gpu",
+            type=int,
+            is_flag=False,
+            flag_value=0,
+            metavar="[INDEX]",
+            help="This machine's GPU, the first or the one of that index.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def find_device(gpu: int | None, target: str | None) -> Device:
+    """The GPU that `--gpu` and `--target` name, else the setting FLASHGEN_TARGET, else this machine's first.
+
+    Raises:
+        UnknownName: no such target.
+        InvalidArgument: both were given, or there is no GPU of that index.
+        LaunchFailed: this machine has no GPU, and no target was named.
+    """
+    from flashgen.settings import SETTINGS
+
+    if gpu is not None and target is not None:
+        raise InvalidArgument("--gpu is a GPU of this machine, --target is offline work: leave out one")
+    if target is None and gpu is None:
+        target = SETTINGS.target or None
+    if target is not None:
+        return Device(find_target(target), None)
+    from flashgen.build.device import live_target
+
+    return Device(live_target(gpu or 0), gpu or 0)
+
+
+def find_device_or(default: str, gpu: int | None, target: str | None) -> Device:
+    """As `find_device`, but where nothing is named and there is no GPU, offline work for `default`."""
+    try:
+        return find_device(gpu, target)
+    except LaunchFailed:
+        if gpu is not None:
+            raise
+        return Device(find_target(default), None)

@@ -1,0 +1,226 @@
+"""`flashgen show`: the kernel that is generated, as source, PTX, SASS or resource use, and diffs of two."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import Selection, db_option, find_device_or, gpu_options, workload_options
+from flashgen.cli.output import emit, json_option, table
+from flashgen.errors import InvalidArgument, UnknownName
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashgen.build.artifact import Artifact
+    from flashgen.codegen.source import KernelSource
+    from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
+    from flashgen.spec.config import Config
+    from flashgen.spec.target import Target
+
+DEFAULT_TARGET = "nvidia-h200"
+"""Shown for where there is neither a GPU nor a choice."""
+
+VIEWS = ("source", "ptx", "sass", "usage")
+
+
+@click.command()
+@workload_options
+@gpu_options
+@click.option("--arch", type=int, help="A GPU of this compute capability: 80, 86, 89, 90, 100, 120.")
+@click.option(
+    "--config",
+    "name",
+    metavar="NAME",
+    default="best",
+    help="A config such as m128n64w4s2_tma_heads; `best` is the best record, else the default; or `default`.",
+)
+@click.option("--diff", nargs=2, metavar="CONFIG CONFIG", help="Compare the kernels of two configs.")
+@click.option("--family", metavar="NAME", help="The kernel family, where several serve the workload.")
+@click.option(
+    "--access",
+    type=click.Choice(["aligned", "unit", "strided"]),
+    default="aligned",
+    show_default=True,
+    help="The tensors of the call: aligned to 16 bytes, only unit innermost stride, or any strides.",
+)
+@click.option("--lse", is_flag=True, help="With the log-sum-exp as a second output.")
+@click.option(
+    "--source", "view", flag_value="source", default="source", help="Rendered Triton (the default)."
+)
+@click.option("--ptx", "view", flag_value="ptx", help="The compiler's PTX.")
+@click.option("--sass", "view", flag_value="sass", help="The machine code.")
+@click.option("--usage", "view", flag_value="usage", help="Registers, spills and shared memory.")
+@db_option
+@json_option
+def show(
+    selection: Selection,
+    gpu: int | None,
+    target: str | None,
+    arch: int | None,
+    name: str,
+    diff: tuple[str, str] | None,
+    family: str | None,
+    access: str,
+    lse: bool,
+    view: str,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Shows a generated kernel. Works without a GPU.
+
+    \b
+    Examples:
+      flashgen show --head-dim 128 --mask causal
+      flashgen show --mask causal --sass --arch 80
+      flashgen show --mask causal --usage --config m128n128w8s2_tma_heads --target nvidia-h200
+      flashgen show --diff m128n64w4s2_tma_heads m128n64w8s3_tma_heads --usage
+    """
+    import dataclasses
+
+    from flashgen.spec.attention import CallFacts
+
+    if arch is not None:
+        target = _target_of_arch(arch, gpu, target)
+    device = find_device_or(DEFAULT_TARGET, gpu, target).target
+    workload = (selection.workloads() if selection else selection.explicit())[0]
+    workload = dataclasses.replace(workload, spec=dataclasses.replace(workload.spec, return_lse=lse))
+    facts = CallFacts(access, tma=access == "aligned")
+    names = diff or (name,)
+    found = [_Shown.find(each, workload, device, facts, family, url) for each in names]
+    if diff is None:
+        emit(found[0].to_json(view), as_json, lambda out: found[0].print(view, out))
+        return
+    lines = _diff(*(each.text(view) for each in found), *(each.config.name for each in found))
+    data = {
+        "view": view,
+        "target": device.to_json(),
+        "configs": [each.config.name for each in found],
+        "diff": "\n".join(lines),
+    }
+    emit(data, as_json, lambda _: click.echo("\n".join(lines)))
+
+
+class _Shown:
+    """One kernel, compiled only when what is shown needs it."""
+
+    def __init__(
+        self, spec: AttentionSpec, config: Config, target: Target, facts: CallFacts, origin: str
+    ) -> None:
+        from flashgen.build.compile import toolchain
+        from flashgen.codegen.source import render
+
+        self.config, self.target, self.facts, self.origin = config, target, facts, origin
+        self.source: KernelSource = render(spec, config, toolchain())
+
+    @classmethod
+    def find(
+        cls,
+        name: str,
+        workload: Workload,
+        target: Target,
+        facts: CallFacts,
+        family: str | None,
+        url: str | None,
+    ) -> _Shown:
+        """The kernel of a config's name; `best` and `default` are looked up."""
+        from flashgen.codegen.families import find_family, serving
+
+        families = serving(workload.spec, target) if family is None else (find_family(family),)
+        if name == "best":
+            from flashgen.api import best_record
+
+            record = best_record(workload, target, facts, db=url)
+            if record is not None and (family is None or record.config.family == family):
+                chosen = f"best record, {record.median_us:.1f} us"
+                return cls(workload.spec, record.config, target, facts, chosen)
+            name = "default"
+        if name == "default":
+            config = families[0].default(workload.spec, target, facts)
+            return cls(workload.spec, config, target, facts, "default config")
+        problems = []
+        for each in families:
+            try:
+                config = each.find(name)
+            except InvalidArgument as error:
+                problems.append(str(error))
+                continue
+            if reason := each.fits(config, workload.spec, target) or each.admits(config, facts):
+                raise InvalidArgument(f"{name}: {reason}; `--config default` always fits")
+            return cls(workload.spec, config, target, facts, "as asked")
+        raise InvalidArgument("; ".join(problems))
+
+    def artifact(self) -> Artifact:
+        """Compiled, or from the cache."""
+        from flashgen.build.compile import compile_kernel
+
+        return compile_kernel(self.source, self.facts, self.target)
+
+    def usage(self) -> dict[str, Any]:
+        """What the compiled kernel uses."""
+        artifact = self.artifact()
+        return {
+            "registers": artifact.registers,
+            "spill_bytes": artifact.spill_bytes,
+            "shared_bytes": artifact.shared_bytes,
+            "shared_available": self.target.shared_per_block,
+            "threads": 32 * artifact.abi.num_warps,
+            "cubin_bytes": len(artifact.cubin),
+            "arguments": [arg.name for arg in artifact.abi.args if arg.constant is None],
+        }
+
+    def text(self, view: str) -> str:
+        """What is shown of it, as lines."""
+        if view == "source":
+            return self.source.text
+        if view == "ptx":
+            return self.artifact().ptx
+        if view == "sass":
+            from flashgen.build.compile import sass
+
+            return sass(self.artifact().cubin)
+        return "\n".join(f"{name}: {value}" for name, value in self.usage().items())
+
+    def to_json(self, view: str) -> dict[str, Any]:
+        """Everything a program needs to find the kernel again, and the view."""
+        return {
+            "name": self.source.name,
+            "family": self.config.family,
+            "config": self.config.name,
+            "tunables": self.config.to_json(),
+            "chosen": self.origin,
+            "hash": self.source.hash,
+            "target": self.target.to_json(),
+            "triton": self.source.toolchain.triton,
+            view: self.usage() if view == "usage" else self.text(view),
+        }
+
+    def print(self, view: str, out: Console) -> None:
+        """Text as it is, so that it can be piped; resource use as a table."""
+        if view != "usage":
+            click.echo(self.text(view).rstrip("\n"))
+            return
+        rows = table(f"{self.source.name} on {self.target.describe()}", "", ">")
+        for name, value in self.usage().items():
+            rows.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
+        out.print(rows)
+
+
+def _target_of_arch(arch: int, gpu: int | None, target: str | None) -> str:
+    """The first target of the table with that compute capability."""
+    from flashgen.spec.target import TARGETS
+
+    if gpu is not None or target is not None:
+        raise InvalidArgument("--arch chooses a GPU: leave it out, or leave out --gpu and --target")
+    found = next((t.name for t in TARGETS.values() if t.arch == arch), None)
+    if found is None:
+        raise UnknownName("arch", arch, {t.arch for t in TARGETS.values()})
+    return found
+
+
+def _diff(first: str, second: str, first_name: str, second_name: str) -> list[str]:
+    return list(
+        difflib.unified_diff(first.splitlines(), second.splitlines(), first_name, second_name, lineterm="")
+    )

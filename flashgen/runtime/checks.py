@@ -1,0 +1,316 @@
+"""What `attention` accepts, and the error for what it does not: argument, given, allowed, next step.
+
+The dispatcher asks for all of this once for each kind of call (on a miss). What its key cannot promise,
+that lengths, batch and devices of a call agree, is compared at every call; if that fails, `check` finds
+the argument to blame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.build.arguments import LAYOUTS
+from flashgen.codegen.abi import AXES, SIZES, TENSORS
+from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
+from flashgen.spec import masks
+from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionSpec, Workload
+from flashgen.spec.masks import Mask
+from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule
+from flashgen.spec.score_mods import ScoreMod, compose, parse_score_mod
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+"""Dtypes of q, k and v, and what a spec calls them."""
+
+FULL = masks.full()
+_AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a call, whatever its layout."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    head_dim_v: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call, checked, with names and sequences turned into rules."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    score_mod: ScoreMod | None
+    scale: float
+    layout: str
+    return_lse: bool
+
+    @property
+    def sizes(self) -> Sizes:
+        """Batch, heads, lengths and head dims."""
+        batch, heads, q_len, head_dim = self.bhsd(self.q).shape
+        _, kv_heads, k_len, head_dim_v = self.bhsd(self.v).shape
+        return Sizes(batch, heads, kv_heads, q_len, k_len, head_dim, head_dim_v)
+
+    def bhsd(self, tensor: Tensor) -> Tensor:
+        """A tensor in the call's layout as a view (batch, heads, seq, head_dim); its own inverse."""
+        return tensor if self.layout == "bhsd" else tensor.transpose(1, 2)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no output element, or no key."""
+        sizes = self.sizes
+        return 0 in (sizes.batch, sizes.heads, sizes.q_len, sizes.k_len)
+
+    def workload(self) -> Workload:
+        """What is compiled, and the sizes; only for calls that are not `empty`."""
+        sizes = self.sizes
+        spec = AttentionSpec(
+            head_dim=sizes.head_dim,
+            head_dim_v=sizes.head_dim_v,
+            dtype=DTYPE_NAMES[self.q.dtype],
+            mask=self.mask.rule,
+            score_mod=None if self.score_mod is None else self.score_mod.rule,
+            fp32_precision=fp32_precision() if self.q.dtype == torch.float32 else "ieee",
+            return_lse=self.return_lse,
+            positive_scale=self.scale > 0,
+        )
+        bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
+        names = [name for each in bound for name, _ in each.rule.params]
+        values = [value for each in bound for value in each.values]
+        params = tuple(zip(names, values, strict=True))
+        return Workload(spec, sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len, params)
+
+
+def fp32_precision() -> str:
+    """How torch's settings let float32 inputs be multiplied on CUDA: `ieee` or `tf32`."""
+    # The one reader that accepts both ways of setting it (`set_float32_matmul_precision`, `fp32_precision`).
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# Rules and scale: cheap enough for every call
+
+
+def as_mask(given: object) -> Mask:
+    """The mask for None, a name or a `Mask`.
+
+    Raises:
+        InvalidArgument: an unknown name, or something else.
+    """
+    if isinstance(given, Mask):
+        return given
+    if given is None:
+        return FULL
+    if isinstance(given, str):
+        return _NAMED_MASKS.get(given) or _parse_mask(given)
+    raise InvalidArgument(
+        f"mask={_shown(given)} must be None, a name ({', '.join(masks.MASKS)}) or a Mask from "
+        "flashgen.masks; pass a tensor of kept keys as flashgen.masks.key_padding(tensor)"
+    )
+
+
+_NAMED_MASKS = {"full": FULL, "causal": masks.causal()}
+_parse_mask = lru_cache(maxsize=256)(masks.parse_mask)
+_parse_score_mod = lru_cache(maxsize=256)(parse_score_mod)
+
+
+def as_score_mod(given: object) -> ScoreMod | None:
+    """The score rule for None, a text, a `ScoreMod` or a sequence of them, applied in that order.
+
+    Raises:
+        InvalidArgument: an unknown name, or something else.
+    """
+    if given is None or isinstance(given, ScoreMod):
+        return given
+    if isinstance(given, str):
+        return _parse_score_mod(given)
+    if isinstance(given, Sequence) and all(isinstance(each, ScoreMod) for each in given):
+        return compose(given)
+    raise InvalidArgument(
+        f"score_mod={_shown(given)} must be None, a ScoreMod from flashgen.score_mods, or a sequence of them"
+    )
+
+
+def as_scale(given: Any, head_dim: int) -> float:
+    """The factor on the scores; 1 / sqrt(head_dim) for None.
+
+    Raises:
+        InvalidArgument: it is no number, or not finite. A tensor is refused: reading it waits for the GPU.
+    """
+    if given is None:
+        return float(head_dim**-0.5) if head_dim else 1.0
+    if isinstance(given, bool | Tensor) or not hasattr(given, "__float__"):
+        hint = "; give its value, scale.item()" if isinstance(given, Tensor) else ""
+        raise InvalidArgument(f"scale={_shown(given)} must be None or a finite number{hint}")
+    scale = float(given)
+    if not math.isfinite(scale):
+        raise InvalidArgument(f"scale={scale} must be finite; None means 1 / sqrt(head_dim)")
+    return scale
+
+
+# Tensors
+
+
+def check(
+    q: Any, k: Any, v: Any, mask: Any, score_mod: Any, scale: Any, layout: Any, return_lse: bool
+) -> Call:
+    """Everything that can be wrong with a call.
+
+    Raises:
+        InvalidArgument: names the argument, what was given and what is allowed.
+    """
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"{layout=} must be one of {', '.join(LAYOUTS)}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name} must be a tensor {_AXIS_NAMES[layout]}, not {_shown(tensor)}")
+        if tensor.dim() != 4:
+            raise InvalidArgument(
+                f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; "
+                f"layout={layout!r} takes {_AXIS_NAMES[layout]}"
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(map(str, DTYPE_NAMES))
+            raise InvalidArgument(
+                f"{name}.dtype={tensor.dtype} is not served; allowed: {allowed}; convert {name}"
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise InvalidArgument(
+                f"{name}.dtype={tensor.dtype} must be that of q, {q.dtype}; convert one of them"
+            )
+        if tensor.device != q.device:
+            raise InvalidArgument(
+                f"{name}.device={tensor.device} must be that of q, {q.device}; move one of them"
+            )
+    call = Call(
+        q, k, v, as_mask(mask), as_score_mod(score_mod), as_scale(scale, q.shape[3]), layout, bool(return_lse)
+    )
+    _check_shapes(call)
+    _check_operands(call)
+    return call
+
+
+def _check_shapes(call: Call) -> None:
+    q, k, v = (call.bhsd(tensor).shape for tensor in (call.q, call.k, call.v))
+    names = _AXIS_NAMES[call.layout]
+    given = f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, v {tuple(call.v.shape)} as {names}"
+    agreements = (
+        ("k", "batch", "q's", k[0], q[0]),
+        ("v", "batch", "q's", v[0], q[0]),
+        ("v", "heads", "k's", v[1], k[1]),
+        ("v", "length", "k's", v[2], k[2]),
+        ("k", "head_dim", "q's", k[3], q[3]),
+    )
+    for name, what, whose, is_, wanted in agreements:
+        if is_ != wanted:
+            raise InvalidArgument(f"{name} has {what} {is_}, it must be {whose} {wanted}: {given}")
+    if k[1] == 0 or q[1] % k[1]:
+        raise InvalidArgument(
+            f"q has {q[1]} heads, which must be a multiple of the {k[1]} heads of k and v: each key head "
+            f"serves a whole group of query heads: {given}"
+        )
+    for name, dim in (("q", q[3]), ("v", v[3])):
+        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+            raise InvalidArgument(
+                f"{name} has head_dim {dim}; allowed: multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+                f"{MAX_HEAD_DIM}; pad q and k (or v) with zeros to the next one, and keep the scale"
+            )
+
+
+# Operands of rules. Their shapes are no part of the dispatcher's key, so it compares them at every call.
+
+SIZES_AT = len(TENSORS) + 1 + len(TENSORS) * len(AXES)
+"""Where the sizes begin in a call environment: behind the pointers and the strides."""
+
+_SIZE_OF = {"batch": "batch", "head": "heads", "kv_head": "kv_heads", "q_idx": "q_len", "k_idx": "k_len"}
+_OPERAND_DTYPES = {
+    ours: getattr(torch, theirs.removeprefix("torch.")) for theirs, ours in TORCH_DTYPES.items()
+}
+
+OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...], ...]]
+"""An operand's name, dtype, and for each axis the entries of the call environment with the sizes it counts:
+those of the plain symbols that index it. The extent is the largest of them. An axis that anything else
+indexes counts nothing that could be compared."""
+
+
+def operand_axes(mask: Rule, score_mod: ScoreMod | None) -> tuple[OperandAxes, ...]:
+    """The operands of a call's rules, in order."""
+    if score_mod is None:
+        return _operand_axes(mask)
+    return _operand_axes(mask) + _operand_axes(score_mod.rule)
+
+
+def _operand_axes(rule: Rule) -> tuple[OperandAxes, ...]:
+    found = _AXES.get(rule.text)
+    if found is None:
+        if len(_AXES) >= 1024:
+            _AXES.clear()
+        found = _AXES[rule.text] = tuple(
+            (each.name, _OPERAND_DTYPES[each.dtype], tuple(_counted(rule, each, i) for i in range(each.rank)))
+            for each in rule.operands
+        )
+    return found
+
+
+_AXES: dict[str, tuple[OperandAxes, ...]] = {}  # by text; no lru_cache, which torch cannot trace
+
+
+def _counted(rule: Rule, operand: Operand, axis: int) -> tuple[int, ...]:
+    indices = [load.indices[axis] for load in ex.loads(rule.expr) if load.operand == operand.name]
+    if any(not isinstance(index, ex.Symbol) or index.name not in _SIZE_OF for index in indices):
+        return ()
+    names = {_SIZE_OF[index.name] for index in indices if isinstance(index, ex.Symbol)}
+    return tuple(sorted(SIZES_AT + SIZES.index(name) for name in names))
+
+
+def _check_operands(call: Call) -> None:
+    for bound in (call.mask, call.score_mod):
+        if bound is None or not bound.tensors:
+            continue
+        for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
+            if tensor is None:
+                raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
+            if tensor.device != call.q.device:
+                raise InvalidArgument(
+                    f"{name} of {bound.describe()} is on {tensor.device}, q on {call.q.device}; move one"
+                )
+            shape = tensor.shape
+            if tensor.dtype != dtype or len(shape) != len(axes):
+                raise InvalidArgument(
+                    f"{name} of {bound.describe()} must be {dtype} with {len(axes)} dimensions, "
+                    f"not {_shown(tensor)}"
+                )
+            for axis, entries in enumerate(axes):
+                counts = {SIZES[entry - SIZES_AT] for entry in entries}
+                sizes = {each: getattr(call.sizes, each) for each in sorted(counts)}
+                if sizes and shape[axis] != max(sizes.values()):
+                    told = " and ".join(f"{each}, which is {size}" for each, size in sizes.items())
+                    raise InvalidArgument(
+                        f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts {told}"
+                    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,443 @@
+"""The dispatcher: a plain key, a dictionary, a launch; everything else happens once for each kind of call."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.build.arguments import FACTS, facts_code, flatten
+from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel
+from flashgen.runtime import torch_path
+from flashgen.runtime.checks import (
+    DTYPE_NAMES,
+    SIZES_AT,
+    Call,
+    OperandAxes,
+    as_mask,
+    as_scale,
+    as_score_mod,
+    check,
+    fp32_precision,
+    operand_axes,
+)
+from flashgen.runtime.explain import Explanation, describe_call, explained
+from flashgen.runtime.misses import MissLog
+from flashgen.runtime.policy import (
+    Decision,
+    Launchable,
+    Loader,
+    Policy,
+    Request,
+    Source,
+)
+from flashgen.settings import MISS_POLICIES
+from flashgen.spec.attention import CallFacts, Workload, length_code
+from flashgen.spec.attention import _number_code as number_code
+from flashgen.spec.config import Config
+from flashgen.spec.masks import Mask
+from flashgen.spec.target import Target
+
+log = logging.getLogger("flashgen")
+
+MAX_PLANS = 4096
+"""Kinds of calls remembered; when full, all are forgotten and found again at once (kernels stay loaded)."""
+MAX_NUMBERS = 4096
+
+_FLOAT32, _INF, _MINUS_INF = torch.float32, math.inf, -math.inf
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+Result = Tensor | tuple[Tensor, Tensor]
+Launch = Callable[[tuple[Any, ...], int], None]
+
+
+class Plan:
+    """What a kind of call does: launches a kernel, or (`launch` is None) runs a function of torch's."""
+
+    __slots__ = ("identity", "launch", "otherwise")
+
+    def __init__(
+        self,
+        launch: Launch | None,
+        otherwise: Callable[[Call], tuple[Tensor, Tensor | None]] = torch_path.attention,
+        identity: tuple[Any, ...] = (),
+    ) -> None:
+        self.launch = launch
+        self.otherwise = otherwise
+        self.identity = identity
+        """`Request.kernel_key` of the kernel, to refuse it if the driver does."""
+
+
+class Dispatcher:
+    """Serves calls on CUDA tensors that need no gradient.
+
+    Args:
+        policy: the candidates and their order.
+        target_of: device index -> the facts of that GPU.
+        stream_of: device index -> handle of the current stream; read at every call.
+        capturing: whether a CUDA graph is being captured on the current stream; asked on a miss only.
+        on_miss: `default`, `tune`, `record` or `error`, see `settings.MISS_POLICIES`.
+        tune: tunes a workload on a GPU and stores the records; for `on_miss="tune"`.
+        misses: where `on_miss="record"` notes shapes.
+
+    Thread-safe: a miss is resolved under a lock, a hit takes none.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        target_of: Callable[[int], Target],
+        stream_of: Callable[[int], int],
+        *,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        on_miss: str = "default",
+        tune: Callable[[Workload, int], None] | None = None,
+        misses: MissLog | None = None,
+    ) -> None:
+        self._policy = policy
+        self._target_of = target_of
+        self._stream_of = stream_of
+        self._capturing = capturing
+        self._tune = tune
+        self._misses = misses or MissLog()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._numbers: dict[tuple[float, ...], tuple[int, ...]] = {}
+        self._kernels: dict[tuple[Any, ...], Launchable] = {}
+        self._refused: dict[tuple[Any, ...], str] = {}
+        self._tuned: set[tuple[Any, ...]] = set()
+        self._told: set[str] = set()
+        self._lock = threading.RLock()
+        self.resolves = 0
+        """How many misses were resolved."""
+        self.set_on_miss(on_miss)
+
+    # The hot path. Host time on the GPU machine: rules and comparisons 2 us, output 4, environment and facts
+    # 3, key and look-up 1.5, launch 8; torch.nn.functional.scaled_dot_product_attention takes 24-30.
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        score_mod: Any,
+        scale: Any,
+        layout: str,
+        return_lse: bool,
+    ) -> Result:
+        """See `flashgen.attention`; the tensors are plain ones on a GPU.
+
+        Raises:
+            InvalidArgument: as `checks.check`, before anything is launched.
+        """
+        if type(mask) is not Mask:
+            mask = as_mask(mask)
+        rule, values, tensors, score_text = mask.rule, mask.values, mask.tensors, None
+        if score_mod is not None:
+            score_mod = as_score_mod(score_mod)
+            if score_mod is not None:
+                score_text = score_mod.rule.text
+                values, tensors = values + score_mod.values, tensors + score_mod.tensors
+
+        # The key holds rounded sizes, so what must agree exactly is compared here. An axis of another
+        # layout has another meaning, but batch stays first, head dim last, and k and v alike between.
+        q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.get_device()
+        same_dims = k_shape == v_shape and len(q_shape) == len(k_shape) == 4 and k_shape[3] == q_shape[3]
+        if not (
+            (same_dims or _agree(q_shape, k_shape, v_shape))
+            and k_shape[0] == q_shape[0]
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and k.get_device() == device == v.get_device()
+            and (layout == "bhsd" or layout == "bshd")
+            and (not tensors or _given(tensors, device))
+        ):
+            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+        if scale is None:
+            scale = q_shape[3] ** -0.5 if q_shape[3] else 1.0
+        elif type(scale) is not float or not _MINUS_INF < scale < _INF:
+            scale = as_scale(scale, q_shape[3])  # an int, or nothing that is allowed
+
+        out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
+        lse = None
+        if return_lse:
+            lse = q.new_empty(q_shape[:3] if layout == "bhsd" else _rows(q_shape), dtype=torch.float32)
+        try:
+            env = flatten(q, k, v, out, lse, scale, values, tensors, layout)
+        except ZeroDivisionError:  # no key heads at all
+            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            raise
+        batch, heads, kv_heads, _, q_len, k_len, head_dim, head_dim_v = env[SIZES_AT : SIZES_AT + 8]
+        if tensors and not _fit(tensors, operand_axes(rule, score_mod), env):
+            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+
+        code = facts_code(env, q.itemsize, tensors)
+        key = (
+            code,
+            rule.text,
+            score_text,
+            dtype,
+            device,
+            heads,
+            kv_heads,
+            head_dim,
+            head_dim_v,
+            (batch - 1).bit_length() if batch else -1,  # as `length_code`, without the call
+            (q_len - 1).bit_length() if q_len else -1,
+            (k_len - 1).bit_length() if k_len else -1,
+            (self._numbers.get(values) or self._number_codes(values)) if values else None,
+            scale > 0.0,
+            lse is None,
+            fp32_precision() if dtype is _FLOAT32 else None,
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            plan = self._resolve(key, call, code, device)
+        launch = plan.launch
+        if launch is None:
+            return _result(plan.otherwise(Call(q, k, v, mask, score_mod, scale, layout, return_lse)))
+        try:
+            launch(env, self._stream_of(device))
+        except LaunchFailed as error:
+            self._refuse(plan, str(error))
+            return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+        return out if lse is None else (out, lse)
+
+    # A miss
+
+    def _resolve(self, key: tuple[Any, ...], call: Call, code: int, device: int) -> Plan:
+        if call.empty:
+            return self._remember(key, Plan(None, torch_path.empty_result))
+        request = Request(call.workload(), FACTS[code], self._target_of(device), device)
+        if self._capturing():
+            return self._during_capture(request)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                self.resolves += 1
+                decision = self._follow_policy(request)
+                plan = self._remember(key, self._plan(request, decision))
+        return plan
+
+    def _remember(self, key: tuple[Any, ...], plan: Plan) -> Plan:
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _plan(self, request: Request, decision: Decision) -> Plan:
+        if decision.kernel is None or decision.config is None:
+            reasons = "; ".join(f"{step.source}: {step.reason}" for step in decision.steps[:-1])
+            self._tell(
+                f"no kernel serves {request.workload.spec.key}, torch's attention runs instead: {reasons}"
+            )
+            return Plan(None)
+        return Plan(decision.kernel.launch, identity=request.kernel_key(decision.config))
+
+    def _follow_policy(self, request: Request) -> Decision:
+        decision = self._decide(request)
+        if decision.exact or self.on_miss == "default":
+            return decision
+        workload = request.workload
+        if self.on_miss == "error":
+            if decision.record is None:
+                tried = "\n  ".join(f"{step.source}: {step.reason}" for step in decision.steps)
+                raise NoTunedKernel(
+                    f"no tuned record serves {workload.name} of [{workload.spec.key}], and the miss policy "
+                    f"is 'error'; tune it, or call flashgen.set_policy('default'):\n  {tried}"
+                )
+        elif self.on_miss == "record":
+            self._tell(self._misses.note(workload))
+        elif (kind := (workload.spec.key, workload.bucket(), request.target)) not in self._tuned:
+            self._tuned.add(kind)  # once, whatever comes of it
+            try:
+                assert self._tune is not None
+                self._tune(workload, request.device)
+            except (FlashGenError, ImportError, OSError) as error:
+                self._tell(f"tuning {workload.name} failed: {error}")
+            decision = self._decide(request)
+        return decision
+
+    def _decide(self, request: Request, loading: bool = True) -> Decision:
+        policy = self._policy
+        return Policy(
+            [replace(source, load=self._loader(source.load, source.label)) for source in policy.bundles],
+            [replace(source, load=self._loader(source.load, "")) for source in policy.sources],
+            self._loader(policy.load, "") if policy.load else None,
+        ).decide(request, loading=loading)
+
+    def _loader(self, load: Loader, label: str) -> Loader:
+        """`load` with a memory, of kernels as well as of failures: neither is tried twice."""
+
+        def remembering(request: Request, config: Config) -> Launchable:
+            identity = request.kernel_key(config)
+            refusal = self._refused.get(identity) or self._refused.get((identity, label))
+            if refusal:
+                raise LaunchFailed(refusal)
+            kernel = self._kernels.get((identity, label))
+            if kernel is None:
+                try:
+                    kernel = load(request, config)
+                except (FlashGenError, ImportError) as error:
+                    self._refused[(identity, label)] = f"{type(error).__name__}: {error}"
+                    raise
+                self._kernels[(identity, label)] = kernel
+            return kernel
+
+        return remembering
+
+    def _during_capture(self, request: Request) -> Plan:
+        """A kernel that is loaded already, else torch: nothing is compiled, loaded or remembered."""
+        spec = request.workload.spec
+        for ((loaded_spec, config, facts, index), _), kernel in list(self._kernels.items()):
+            identity = request.kernel_key(config)
+            if (loaded_spec, config, facts, index) == identity and identity not in self._refused:
+                self._tell(
+                    f"a CUDA graph is being captured and {request.workload.name} of [{spec.key}] is new: it "
+                    f"gets {config.name}, which is loaded; call flashgen.warmup or run the model once before"
+                )
+                return Plan(kernel.launch, identity=identity)
+        self._tell(
+            f"a CUDA graph is being captured and no kernel is loaded for [{spec.key}]: torch's attention is "
+            "captured instead; call flashgen.warmup or run the model once before"
+        )
+        return Plan(None)
+
+    def _refuse(self, plan: Plan, reason: str) -> None:
+        """Never tries a kernel again that the driver refused to launch."""
+        with self._lock:
+            self._refused[plan.identity] = reason
+            self._plans = {key: each for key, each in self._plans.items() if each.identity != plan.identity}
+        self._tell(f"a kernel could not be launched, the next candidate is tried: {reason}")
+
+    def _tell(self, message: str) -> None:
+        """Logs a message once."""
+        if message and message not in self._told:
+            if len(self._told) >= MAX_PLANS:
+                self._told.clear()
+            self._told.add(message)
+            log.warning(message)
+
+    def _number_codes(self, values: tuple[float, ...]) -> tuple[int, ...]:
+        """The values' buckets, remembered: a model uses the same few windows and caps."""
+        if len(self._numbers) >= MAX_NUMBERS:
+            self._numbers.clear()
+        codes = self._numbers[values] = tuple(number_code(value) for value in values)
+        return codes
+
+    # Around it
+
+    def set_on_miss(self, on_miss: str) -> None:
+        """Changes the miss policy; calls seen before keep their kernels.
+
+        Raises:
+            InvalidArgument: no such policy, or `tune` where this dispatcher cannot tune.
+        """
+        if on_miss not in MISS_POLICIES:
+            raise InvalidArgument(f"{on_miss=} is no miss policy; allowed: {', '.join(MISS_POLICIES)}")
+        if on_miss == "tune" and self._tune is None:
+            raise InvalidArgument(
+                "on_miss='tune' needs a dispatcher that can tune; this one was made without"
+            )
+        self.on_miss = on_miss
+        if on_miss != "default":
+            self.forget()
+
+    def add_bundle(self, source: Source) -> None:
+        """Puts a bundle before all other sources."""
+        with self._lock:
+            self._policy.bundles.insert(0, source)
+        self.forget()
+
+    def forget(self) -> None:
+        """Resolves every call anew; kernels stay loaded."""
+        with self._lock:
+            self._plans = {}
+
+    def warm(self, workload: Workload, facts: CallFacts, device: int) -> Explanation:
+        """Loads and remembers what serves a workload's calls of one kind, without a call."""
+        request = Request(workload, facts, self._target_of(device), device)
+        with self._lock:
+            decision = self._follow_policy(request)
+            self._remember(self._key_of(request), self._plan(request, decision))
+        return explained(request, decision)
+
+    def _key_of(self, request: Request) -> tuple[Any, ...]:
+        """The key that calls of a workload have; the same as in `attention`, which a test holds."""
+        workload, spec = request.workload, request.workload.spec
+        values = tuple(value for _, value in workload.params)
+        return (
+            FACTS.index(request.facts),
+            spec.mask.text,
+            None if spec.score_mod is None else spec.score_mod.text,
+            _TORCH_DTYPES[spec.dtype],
+            request.device,
+            workload.heads,
+            workload.kv_heads,
+            spec.head_dim,
+            spec.head_dim_v,
+            *(length_code(size) - 1 for size in (workload.batch, workload.q_len, workload.k_len)),
+            self._number_codes(values) if values else None,
+            spec.positive_scale,
+            not spec.return_lse,
+            spec.fp32_precision if spec.dtype == "fp32" else None,
+        )
+
+    def explain(self, call: Call, device: int) -> Explanation:
+        """What a call would run and why: loads what it would load, launches nothing, tunes nothing."""
+        if call.empty:
+            return Explanation(describe_call(call), str(call.q.device), "nothing: no key or no output", ())
+        # An output's strides follow q's, so its place in memory is all that differs from a real call's.
+        out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v)
+        values, tensors = call.mask.values, call.mask.tensors
+        if call.score_mod is not None:
+            values, tensors = values + call.score_mod.values, tensors + call.score_mod.tensors
+        env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
+        facts = FACTS[facts_code(env, call.q.itemsize, tensors)]
+        target = self._target_of(device)
+        request = Request(call.workload(), facts, target, device)
+        with self._lock:
+            decision = self._decide(request)
+        return explained(request, decision, describe_call(call), torch_path.describe(call))
+
+
+def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
+    """As compared on the hot path, for values of another head dim."""
+    return len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and k[3] == q[3]
+
+
+def _given(tensors: tuple[Any, ...], device: int) -> bool:
+    """Whether every operand is there and on the call's GPU."""
+    return all(tensor is not None and tensor.get_device() == device for tensor in tensors)
+
+
+def _fit(tensors: tuple[Tensor, ...], wanted: tuple[OperandAxes, ...], env: tuple[Any, ...]) -> bool:
+    """Whether every operand has the dtype and the sizes that its rule reads; 1 us for key_padding."""
+    for tensor, (_, dtype, counts) in zip(tensors, wanted, strict=True):
+        shape = tensor.shape
+        if tensor.dtype is not dtype or len(shape) != len(counts):
+            return False
+        for extent, entries in zip(shape, counts, strict=True):
+            for entry in entries:
+                if env[entry] > extent:
+                    return False
+            if entries and extent not in [env[entry] for entry in entries]:
+                return False
+    return True
+
+
+def _rows(shape: torch.Size) -> tuple[int, int, int]:
+    batch, q_len, heads, _ = shape
+    return batch, heads, q_len
+
+
+def _result(pair: tuple[Tensor, Tensor | None]) -> Result:
+    out, lse = pair
+    return out if lse is None else (out, lse)

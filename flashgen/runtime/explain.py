@@ -1,0 +1,108 @@
+"""What would run for a call, and why everything else would not: `flashgen explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.runtime import torch_path
+from flashgen.runtime.checks import DTYPE_NAMES, Call
+from flashgen.runtime.policy import TORCH, Decision, Policy, Request, Step
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would run for a call, and why everything else would not. `str()` of it is for people."""
+
+    subject: str
+    """The call in words."""
+    where: str
+    """The GPU, or the device."""
+    runs: str
+    """The config's name, or what else."""
+    steps: tuple[Step, ...]
+    family: str = TORCH
+    """The family of the kernel, or `torch`."""
+
+    @classmethod
+    def of_torch(cls, subject: str, where: str, runs: str, why: str) -> Explanation:
+        """A call that is decided before any kernel is looked for."""
+        return cls(subject, where, runs, (Step(TORCH, runs, "accepted", why),))
+
+    def __str__(self) -> str:
+        marks = {"accepted": "+", "rejected": "-", "not reached": " "}
+        wide = max((len(step.source) for step in self.steps), default=0)
+        lines = [self.subject, f"on {self.where}", f"runs {self.runs}", ""]
+        for step in self.steps:
+            told = ": ".join(part for part in (step.choice, step.reason) if part)
+            first, *rest = told.splitlines() or [""]
+            lines.append(f"  {marks[step.verdict]} {step.source:<{wide}}  {first}")
+            lines += [" " * (wide + 6) + line.strip() for line in rest]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {
+            "subject": self.subject,
+            "where": self.where,
+            "runs": self.runs,
+            "family": self.family,
+            "steps": [step.to_json() for step in self.steps],
+        }
+
+
+def explained(request: Request, decision: Decision, subject: str = "", otherwise: str = TORCH) -> Explanation:
+    """A decision in words.
+
+    Args:
+        subject: the call, if there is one.
+        otherwise: what runs where no kernel serves.
+    """
+    workload, target = request.workload, request.target
+    return Explanation(
+        subject or f"{workload.name} of [{workload.spec.key}]",
+        f"{target.describe()}, {describe_facts(request.facts)}",
+        decision.config.name if decision.config else otherwise,
+        decision.steps,
+        decision.config.family if decision.config else TORCH,
+    )
+
+
+def explain_workload(policy: Policy, workload: Workload, target: Target, facts: CallFacts) -> Explanation:
+    """What a workload would run on a target, judged without a GPU: nothing is compiled or loaded."""
+    request = Request(workload, facts, target)
+    return explained(request, policy.decide(request, loading=False))
+
+
+def describe_facts(facts: CallFacts) -> str:
+    """In words: `aligned tensors, tma`."""
+    extras = [word for word, holds in (("tma", facts.tma), ("64-bit offsets", facts.wide)) if holds]
+    return ", ".join([f"{facts.access} tensors", *extras])
+
+
+def describe_call(call: Call) -> str:
+    """One line: sizes, dtype and rules."""
+    sizes, dtype = call.sizes, DTYPE_NAMES[call.q.dtype]
+    dims = str(sizes.head_dim)
+    if sizes.head_dim != sizes.head_dim_v:
+        dims += f" ({sizes.head_dim_v} of v)"
+    told = [
+        f"batch {sizes.batch}",
+        f"heads {sizes.heads} ({sizes.kv_heads} of k and v)",
+        f"q_len {sizes.q_len}",
+        f"k_len {sizes.k_len}",
+        f"head_dim {dims}",
+        dtype,
+        f"mask {call.mask.describe()}",
+    ]
+    if call.score_mod is not None:
+        told.append(f"score rule {call.score_mod.describe()}")
+    return "attention, " + ", ".join(told)
+
+
+def explain_without_kernel(call: Call, why: str, runs: str = "") -> Explanation:
+    """For calls that no dispatcher sees: on the CPU, or with a gradient."""
+    runs = runs or torch_path.describe(call)
+    return Explanation.of_torch(describe_call(call), str(call.q.device), runs, why)

@@ -1,0 +1,128 @@
+"""The operator `flashgen::attention_fwd`, as which a call stands in graphs that torch traces.
+
+An eager call does not go through it: the operator's machinery costs 14-22 us. Both end in one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.runtime import torch_path
+from flashgen.runtime.checks import as_mask, as_score_mod, check
+from flashgen.spec.masks import Mask
+from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import ScoreMod
+
+Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool], Any]
+
+
+def define(serve: Serve) -> Any:
+    """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse)`.
+
+    Rules travel as text with their numbers and tensors beside them, so a graph can be saved and read back.
+    The second result is the LSE, without elements if it is not wanted. The operator has no gradient: calls
+    that need one are traced as torch's own operations.
+    """
+
+    @torch.library.custom_op("flashgen::attention_fwd", mutates_args=())
+    def attention_fwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        layout: str,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        result = serve(q, k, v, *rules, scale, layout, return_lse)
+        return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+    @attention_fwd.register_fake
+    def _(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        layout: str,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        call = check(q, k, v, *rules, None, layout, return_lse)
+        out = torch_path.empty_output(q, layout, v.shape[3])
+        rows = call.bhsd(q).shape[:3] if return_lse else (0,)
+        return out, q.new_empty(rows, dtype=torch.float32)
+
+    return attention_fwd
+
+
+def traced(
+    op: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score_mod: Any,
+    scale: Any,
+    layout: str,
+    return_lse: bool,
+) -> Any:
+    """A call as the operator, in terms that torch can trace."""
+    mask, score_mod = as_mask(mask), as_score_mod(score_mod)
+    values, operands, score_text, score_name = mask.values, mask.tensors, "", ""
+    if score_mod is not None:
+        values, operands = values + score_mod.values, operands + score_mod.tensors
+        score_text, score_name = score_mod.rule.text, score_mod.rule.name
+    out, lse = op(
+        q,
+        k,
+        v,
+        list(operands),
+        mask.rule.text,
+        mask.rule.name,
+        score_text,
+        score_name,
+        [float(value) for value in values],
+        q.shape[3] ** -0.5 if scale is None else float(scale),
+        layout,
+        return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _rules(
+    operands: Sequence[Tensor],
+    mask: str,
+    mask_name: str,
+    score_mod: str,
+    score_name: str,
+    values: Sequence[float],
+) -> tuple[Mask, ScoreMod | None]:
+    """The inverse of what `traced` does to the rules."""
+    mask_rule = Rule.parse("mask", mask, name=mask_name)
+    n_values, n_operands = len(mask_rule.params), len(mask_rule.operands)
+    bound = Mask(mask_rule, _numbers(mask_rule, values[:n_values]), tuple(operands[:n_operands]))
+    if not score_mod:
+        return bound, None
+    rule = Rule.parse("score", score_mod, name=score_name)
+    return bound, ScoreMod(rule, _numbers(rule, values[n_values:]), tuple(operands[n_operands:]))
+
+
+def _numbers(rule: Rule, values: Sequence[float]) -> tuple[int | float, ...]:
+    kinds = [type_ for _, type_ in rule.params]
+    return tuple(int(value) if type_ == "i32" else value for type_, value in zip(kinds, values, strict=True))

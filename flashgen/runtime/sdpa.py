@@ -1,0 +1,84 @@
+"""What of `torch.nn.functional.scaled_dot_product_attention` FlashGen has a kernel for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashgen.runtime.checks import DTYPE_NAMES, FULL
+from flashgen.spec import masks
+from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from flashgen.spec.masks import Mask
+
+_CAUSAL, _CAUSAL_TOP_LEFT = masks.causal(), masks.causal("top_left")
+
+
+def translate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Mask | str:
+    """The mask that means the same to `attention`, or why the call is left to torch.
+
+    A call that torch refuses is left to torch, which has the message for it.
+    """
+    if reason := _not_served(query, key, value, dropout_p, scale, enable_gqa):
+        return reason
+    batch, _, q_len, _ = query.shape
+    k_len = key.shape[2]
+    if is_causal:
+        if attn_mask is not None:
+            return "both attn_mask and is_causal are given, which is no mask that a kernel has"
+        return _CAUSAL if q_len == k_len else _CAUSAL_TOP_LEFT
+    if attn_mask is None:
+        return FULL
+    if attn_mask.dtype != torch.bool:
+        return f"attn_mask of {attn_mask.dtype} is an additive bias, which no kernel takes yet"
+    if not 2 <= attn_mask.dim() <= 4 or attn_mask.device != query.device:
+        return "attn_mask does not broadcast to (batch, heads, q_len, k_len) on the tensors' device"
+    full = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if full.shape[1] != 1 or full.shape[2] != 1:
+        return (
+            f"attn_mask of shape {tuple(attn_mask.shape)} differs between heads or queries; only masks "
+            "(batch or 1, 1, 1, k_len), the same for all, are key padding"
+        )
+    if full.shape[0] not in (1, batch) or full.shape[3] not in (1, k_len):
+        return "attn_mask does not broadcast to (batch, heads, q_len, k_len)"
+    return masks.key_padding(full[:, 0, 0].expand(batch, k_len))
+
+
+def _not_served(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> str:
+    """Why, whatever the mask, the call is left to torch; empty if it is not."""
+    tensors = (query, key, value)
+    if any(tensor.is_nested or tensor.dim() != 4 for tensor in tensors):
+        return "the tensors are not (batch, heads, length, head_dim)"
+    if query.dtype not in DTYPE_NAMES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"the tensors are not all of one of {', '.join(map(str, DTYPE_NAMES))}"
+    if key.device != query.device or value.device != query.device:
+        return "the tensors are on different devices"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "a gradient is needed, and no kernel gives one yet"
+    if dropout_p:
+        return f"dropout_p={dropout_p}: no kernel drops weights"
+    if scale is not None and not math.isfinite(scale):
+        return f"scale={scale} is not finite"
+    q, k, v = (tensor.shape for tensor in tensors)
+    if q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3]:
+        return "batch, heads, lengths or head dims of the tensors differ and may broadcast"
+    if q[1] != k[1] and not (enable_gqa and k[1] and q[1] % k[1] == 0):
+        return "fewer key heads than heads, and enable_gqa is not set or they do not divide"
+    for dim in (q[3], v[3]):
+        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+            return (
+                f"head dim {dim} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            )
+    return ""

@@ -1,0 +1,192 @@
+"""Attention by torch's own operations: for CPU tensors, for gradients, and where no kernel serves a call.
+
+Rules are evaluated from the same expressions the kernels are rendered from. Whatever FlashGen means by a row
+without a visible key (output 0, LSE -inf, zero gradients) holds here too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flashgen.build.reference import attention_reference, evaluate_rule
+from flashgen.runtime.checks import FULL, Call
+from flashgen.spec import masks
+
+CHUNK_SCORES = 2**26
+"""Scores held at a time where they are written out: 256 MB in float32."""
+
+_FULL = FULL.rule.text
+_CAUSAL = masks.causal().rule.text
+_CAUSAL_TOP_LEFT = masks.causal("top_left").rule.text
+
+
+def empty_result(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The result of a call without keys, or without any output element."""
+    sizes = call.sizes
+    out = empty_output(call.q, call.layout, sizes.head_dim_v).zero_()
+    lse = None
+    if call.return_lse:
+        rows = (sizes.batch, sizes.heads, sizes.q_len)
+        lse = call.q.new_full(rows, -math.inf, dtype=torch.float32)
+    return out, lse
+
+
+def empty_output(q: Tensor, layout: str, head_dim_v: int) -> Tensor:
+    """An output of q's layout and order of axes in memory, so that what follows needs no copy."""
+    if q.shape[3] == head_dim_v:
+        return torch.empty_like(q)  # keeps the strides, or the order of the strides if q has gaps
+    if head_dim_v < q.shape[3]:
+        return torch.empty_like(q[..., :head_dim_v])
+    shape = (*q.shape[:3], head_dim_v)
+    order = _memory_order(q)
+    return q.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
+
+
+def like_q(out: Tensor, q: Tensor) -> Tensor:
+    """`out` in q's order of axes in memory; itself if it has that already."""
+    order = _memory_order(q)
+    if _memory_order(out) == order:
+        return out
+    return out.permute(order).contiguous().permute(_inverse(order))
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """The axes from the outermost to the innermost in memory; axes of equal stride stay in order."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(axis) for axis in range(len(order))]
+
+
+def reference(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The reference in float32, rounded to q's dtype once: what CPU tensors get. No gradient flows."""
+    q, k, v = (call.bhsd(tensor.detach()) for tensor in (call.q, call.k, call.v))
+    exact, lse = attention_reference(q, k, v, mask=call.mask, score_mod=call.score_mod, scale=call.scale)
+    out = empty_output(call.q, call.layout, v.shape[3])
+    call.bhsd(out).copy_(exact)
+    return out, lse if call.return_lse else None
+
+
+def attention(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Differentiable attention.
+
+    `scaled_dot_product_attention` where it can say the same, for its memory and speed; otherwise the scores
+    are written out, a slice of query rows at a time, and computed again for the gradient.
+    """
+    q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
+    lse = None
+    if call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty:
+        out = _by_sdpa(call, q, k, v)
+    else:
+        out, lse = _written_out(call, q, k, v)
+    out = call.bhsd(out)
+    if not torch.compiler.is_compiling():
+        out = like_q(out, call.q)
+    return out, lse if call.return_lse else None
+
+
+def describe(call: Call) -> str:
+    """Which of torch's ways `attention` takes."""
+    if call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty:
+        return "torch.nn.functional.scaled_dot_product_attention"
+    return "torch, scores written out"
+
+
+def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q_len, k_len, rule = q.shape[2], k.shape[2], call.mask.rule.text
+    # Written so that comparisons of traced sizes decide branches and never become arguments.
+    is_causal = False
+    if rule in (_CAUSAL, _CAUSAL_TOP_LEFT) and q_len == k_len:
+        is_causal = True
+    keep = seen = None
+    if not is_causal and rule != _FULL and not (rule == _CAUSAL and q_len == 1):
+        keep = visible(call, slice(0, q_len))
+        # What torch does with a row that sees nothing differs between its backends: show it all keys, and
+        # drop the result, which drops the gradient too.
+        seen = keep.any(-1, keepdim=True)
+        keep = keep | ~seen
+    # On CUDA only the flash backend takes fewer key heads than heads; the others would write out all scores.
+    grouped = keep is None and q.dtype != torch.float32 and q.shape[3] == v.shape[3]
+    enable_gqa = False
+    if q.shape[1] != k.shape[1]:
+        if grouped:
+            enable_gqa = True
+        else:
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale, enable_gqa=enable_gqa
+    )
+    return out if seen is None else out.masked_fill(~seen, 0.0)
+
+
+def visible(call: Call, rows: slice) -> Tensor:
+    """What the mask keeps: a bool tensor (batch or 1, heads or 1, rows, k_len)."""
+    env = _symbols(call, rows)
+    keep = torch.as_tensor(evaluate_rule(call.mask, env), device=call.q.device)
+    keep = keep[(None,) * (4 - keep.dim())]
+    return keep.expand(-1, -1, rows.stop - rows.start, call.sizes.k_len)
+
+
+def _symbols(call: Call, rows: slice) -> dict[str, Tensor | int]:
+    """The symbols of rules, to broadcast over (batch, heads, rows, keys)."""
+    sizes, device = call.sizes, call.q.device
+    head = torch.arange(sizes.heads, device=device).view(-1, 1, 1)
+    return {
+        "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
+        "k_idx": torch.arange(sizes.k_len, device=device),
+        "q_len": sizes.q_len,
+        "k_len": sizes.k_len,
+        "batch": torch.arange(sizes.batch, device=device).view(-1, 1, 1, 1),
+        "head": head,
+        "kv_head": head // (sizes.heads // sizes.kv_heads),
+    }
+
+
+def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len = q.shape[:3]
+    k, v = k.float(), v.float()
+
+    def some_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        q = q[:, :, rows].float()
+        grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], q.shape[2], q.shape[3])
+        scores = (grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * call.scale
+        env = _symbols(call, rows)
+        if call.score_mod is not None:
+            changed = evaluate_rule(call.score_mod, {**env, "score": scores})
+            scores = torch.as_tensor(changed, dtype=torch.float32, device=q.device).expand_as(scores)
+        if call.mask.rule.text != _FULL:
+            scores = scores.masked_fill(~visible(call, rows), -math.inf)
+        # The maximum of a row that sees nothing is replaced by 0, and its sum by 1 before anything divides
+        # by it: a NaN in a branch not taken would still reach the gradient.
+        maximum = scores.new_zeros((batch, heads, scores.shape[2], 1))
+        if scores.shape[-1]:
+            maximum = scores.detach().amax(-1, keepdim=True)
+            maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
+        weights = torch.exp(scores - maximum)
+        total = weights.sum(-1, keepdim=True)
+        seen = total > 0
+        total = total.masked_fill(~seen, 1.0)
+        weights = (weights / total).reshape(*grouped.shape[:4], k.shape[2])
+        out = (weights @ v[:, :, None]).flatten(1, 2)
+        lse = (maximum + torch.log(total)).masked_fill(~seen, -math.inf).squeeze(-1)
+        return out, lse
+
+    step = max(1, CHUNK_SCORES // max(1, batch * heads * k.shape[2]))
+    if torch.compiler.is_compiling() or step >= q_len:
+        out, lse = some_rows(q, k, v, slice(0, q_len))
+    else:
+        again = torch.is_grad_enabled()
+        parts = [
+            checkpoint(some_rows, q, k, v, rows, use_reentrant=False) if again else some_rows(q, k, v, rows)
+            for rows in (slice(start, min(start + step, q_len)) for start in range(0, q_len, step))
+        ]
+        out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+    return out.to(call.q.dtype), lse

@@ -1,0 +1,152 @@
+"""The parts of `flashgen bench` that need no GPU: what is counted, the file, the table, the check."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashgen.cli import bench
+from flashgen.cli.options import Selection
+from flashgen.cli.output import console
+from flashgen.errors import InvalidArgument
+
+SMALL = Selection(head_dim=64, heads=4, kv_heads=2, batch=2, seq=(128,), mask=("causal",)).workloads()[0]
+
+
+def row(impl: str, run: str = "r1", ms: float = 1.0, **shape: Any) -> dict[str, Any]:
+    measured = {
+        "ms_median": ms,
+        "ms_min": ms,
+        "ms_max": ms,
+        "passes": 3,
+        "tflops": 2.0 / ms,
+        "max_error": 0.0,
+    }
+    return bench.shape_of(SMALL) | shape | {"impl": impl, "family": "", "run": run} | measured
+
+
+def test_causal_flops_are_of_the_visible_pairs() -> None:
+    pairs = 2 * 4 * 128 * 129 / 2
+    assert bench.rate(SMALL, 10.0)["tflops"] == pytest.approx(pairs * 4 * 64 / 10.0 / 1e6, rel=1e-6)
+
+
+def test_one_query_is_rated_by_the_keys_and_values_it_reads() -> None:
+    options = Selection(head_dim=128, heads=32, kv_heads=8, batch=4, q_len=1, k_len=8192, mask=("causal",))
+    assert bench.rate(options.workloads()[0], 100.0) == {
+        "tbps": pytest.approx(4 * 8 * 8192 * (128 + 128) * 2 / 100.0 / 1e6)
+    }
+
+
+def test_a_row_says_what_was_computed() -> None:
+    options = Selection(
+        head_dim=96, head_dim_v=64, seq=(256,), mask=("sliding_window(7, 0)",), score="softcap(5.0)"
+    )
+    (workload,) = options.workloads()
+    assert bench.shape_of(workload) == {
+        "op": "fwd",
+        "dtype": "bf16",
+        "head_dim": 96,
+        "head_dim_v": 64,
+        "mask": "sliding_window(7, 0)",
+        "score": "softcap(5.0)",
+        "addressing": "dense",
+        "batch": 64,
+        "heads": 32,
+        "kv_heads": 32,
+        "q_len": 256,
+        "k_len": 256,
+    }
+    assert tuple(bench.shape_of(workload)) == bench.SHAPE
+
+
+def test_implementations_are_checked_before_they_are_timed() -> None:
+    """On CPU tensors: torch's flash backend and FlashGen run, the rest says why not."""
+    launches, families, errors, left_out = bench.ready(SMALL, "cpu", ["flashgen", "fa2", "cudnn", "fa4"])
+    assert list(launches) == ["flashgen", "fa2"]
+    assert families["fa2"] == "" and families["flashgen"] == "torch"
+    assert launches["fa2"]().shape == (2, 4, 128, 64)
+    assert 0 < errors["fa2"] < 0.02 and 0 < errors["flashgen"] < 0.02
+    assert set(left_out) == {"cudnn", "fa4"}
+    assert "not installed" in left_out["fa4"]
+
+
+class WallClock:
+    """Times calls on the CPU."""
+
+    def warm(self, launch: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            launch()
+
+    def each(self, launch: Callable[[], Any], count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            launch()
+            times.append(1e6 * (time.perf_counter() - started))
+        return times
+
+    replayed = each
+
+
+def test_rows_of_a_real_comparison() -> None:
+    rows, left_out = bench.compared(SMALL, "cpu", ["flashgen", "fa2", "cudnn"], WallClock(), 3, 0.0)
+    assert [row["impl"] for row in rows] == ["flashgen", "fa2"] and set(left_out) == {"cudnn"}
+    for row in rows:
+        assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        assert row["passes"] == 3
+        assert row["tflops"] == pytest.approx(bench.rate(SMALL, 1e3 * row["ms_median"])["tflops"])
+        assert 0 < row["max_error"] < 0.02
+
+
+def test_an_impossible_time_is_no_row() -> None:
+    rows, left_out = bench.compared(SMALL, "cpu", ["fa2"], WallClock(), 3, floor_us=1e9)
+    assert rows == []
+    assert left_out["fa2"].startswith("WRONG: timed at ")
+
+
+def test_merging_keeps_what_a_new_run_does_not_repeat() -> None:
+    other = {"q_len": 256, "k_len": 256}
+    before = [row("flashgen"), row("fa4"), row("flashgen", **other)]
+    half = bench._merged(before, [row("flashgen", "r2")])
+    assert [(r["impl"], r["run"], r["q_len"]) for r in half] == [
+        ("flashgen", "r1", 128),
+        ("fa4", "r1", 128),
+        ("flashgen", "r1", 256),
+        ("flashgen", "r2", 128),
+    ]
+    whole = bench._merged(half, [row("flashgen", "r3"), row("fa4", "r3")])
+    assert [(r["impl"], r["run"], r["q_len"]) for r in whole] == [
+        ("flashgen", "r1", 256),
+        ("flashgen", "r3", 128),
+        ("fa4", "r3", 128),
+    ]
+
+
+def test_the_file_is_read_back_and_guarded(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "slice.json"
+    header = {"gpu": "NVIDIA H200", "driver": "580", "versions": {"torch": "2"}, "command": "c", "date": "d"}
+    rows = [row("flashgen"), row("fa2")]
+    bench._write(path, {"header": header, "rows": rows})
+    assert json.loads(path.read_text()) == {"header": header, "rows": rows}
+    assert len([line for line in path.read_text().splitlines() if '"impl"' in line]) == 2
+    assert bench._read(path, header) == rows
+    with pytest.raises(InvalidArgument, match="measured on NVIDIA H200, this is NVIDIA A100"):
+        bench._read(path, header | {"gpu": "NVIDIA A100"})
+    path.write_text('{"rows": [{"impl": "flashgen"}]}')
+    with pytest.raises(InvalidArgument, match="no benchmark file"):
+        bench._read(path, header)
+
+
+def test_the_table_has_rates_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench.Result(SMALL, [row("flashgen", ms=2.0), row("fa2", ms=3.0)], {"cudnn": "it is not here"})
+    bench._show(console(), [result], ["flashgen", "cudnn", "fa2"])
+    printed = capsys.readouterr().out
+    assert "vs fa2" in printed and "vs cudnn" not in printed
+    assert "1.50" in printed
+    assert "mask[q_pos >= k_idx]" in printed  # not taken for markup
+    assert "cudnn has no row for 1 of 1 shapes: it is not here" in printed

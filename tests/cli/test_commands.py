@@ -1,0 +1,115 @@
+"""Every command has help with examples and `--json`, and stands in the README."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from flashgen.cli.main import COMMANDS, main
+from flashgen.cli.options import Selection
+
+ROOT = Path(__file__).parent.parent.parent
+HEAVY = ("torch", "triton", "sqlalchemy", "optuna", "jinja2", "rich")
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, by the words that call it."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+ALL = dict(commands(main))
+
+
+def examples(text: str) -> list[str]:
+    return re.findall(r"^ +(flashgen .*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_says_what_it_does_and_how(name: str) -> None:
+    done = CliRunner().invoke(main, [*name.split(), "--help"], prog_name="flashgen")
+    assert done.exit_code == 0
+    assert "Examples:" in done.output
+    shown = examples(done.output)
+    assert shown, f"{name} has no example"
+    assert all(f"flashgen {name}" in line for line in shown if "|" not in line)
+    assert "--json" in done.output
+    for parameter in ALL[name].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{name} {parameter.opts[0]} has no help"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_examples_parse(name: str) -> None:
+    """An example with a misspelt option would be worse than none."""
+    help_text = CliRunner().invoke(main, [*name.split(), "--help"], prog_name="flashgen").output
+    for line in examples(help_text):
+        for part in line.split("|"):
+            words = shlex.split(part.split(">")[0].split("  ")[0])
+            if words[:1] != ["flashgen"]:
+                continue
+            group: click.Command = main
+            rest = words[1:]
+            while isinstance(group, click.Group):
+                group, rest = group.commands[rest[0]], rest[1:]
+            try:
+                group.make_context(words[1], rest)
+            except click.BadParameter as error:
+                assert "does not exist" in str(error), line  # a file that only the reader has
+
+
+@pytest.mark.parametrize("name", ["tune", "show", "explain", "export", "bench"])
+def test_workloads_are_named_alike_everywhere(name: str) -> None:
+    options = {option for parameter in ALL[name].params for option in parameter.opts}
+    named = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Selection)}
+    assert named <= options and "--suite" in named and "--gpu" in options
+
+
+@pytest.mark.parametrize(
+    ("words", "index"), [(["--gpu", "--suite", "ci"], 0), (["--gpu", "1", "--suite", "ci"], 1), ([], None)]
+)
+def test_gpu_takes_an_index_or_none(words: list[str], index: int | None) -> None:
+    assert ALL["tune"].make_context("tune", words).params["gpu"] == index
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
+def test_stands_in_the_readme(command: click.Command) -> None:
+    text = ROOT.joinpath("README.md").read_text()
+    assert re.search(rf"\bflashgen {command.name}\b", text), (
+        f"README.md does not name `flashgen {command.name}`"
+    )
+
+
+def test_one_line_help_is_not_cut_off() -> None:
+    done = CliRunner().invoke(main, ["--help"], prog_name="flashgen", terminal_width=80)
+    assert done.exit_code == 0
+    assert "..." not in done.output.partition("Commands:")[2]
+    assert all(f"  {command.name} " in done.output for command in COMMANDS)
+
+
+def test_help_is_fast_and_loads_nothing_heavy() -> None:
+    script = "import sys; from flashgen.cli.main import main; main(['--help'], standalone_mode=False); "
+    script += f"print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+        )
+        times.append(time.perf_counter() - started)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert min(times) < 2.0

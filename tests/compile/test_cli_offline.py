@@ -1,0 +1,165 @@
+"""The commands from tuning to a bundle, for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashgen.build.compile import toolchain
+from flashgen.cli.main import main
+from flashgen.cli.output import FAILED, INTERRUPTED
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.source import render
+from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.masks import causal
+from flashgen.store.db import TuningDB
+
+ROOT = Path(__file__).parent.parent.parent
+FAMILY = FAMILIES["attention_fwd"]
+H200 = ["--target", "nvidia-h200"]
+
+
+def run(*words: str | Path, code: int = 0) -> Result:
+    done = CliRunner().invoke(main, list(map(str, words)), prog_name="flashgen")
+    assert done.exit_code == code, (words, done.output, done.exception)
+    return done
+
+
+def run_json(*words: str | Path, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database after `flashgen tune`."""
+    path = tmp_path_factory.mktemp("db") / "tuning.db"
+    result = run_json("tune", *H200, "--suite", "ci", "--trials", "2", "--jobs", "2", "--db", path)
+    assert result["target"]["name"] == "nvidia-h200"
+    assert result["interrupted"] is False and result["problem"] == ""
+    assert len(result["workloads"]) == 2
+    for workload in result["workloads"]:
+        assert workload["trials"] == 2 and workload["resumed"] == 0
+        assert sum(workload["outcomes"].values()) == 2
+        assert workload["winner"]["measurement"]["source"] == "model"
+        assert workload["median_us"] > 0 and workload["gain"] >= 1
+    return path
+
+
+def test_tuning_again_goes_on_from_there(db: Path) -> None:
+    result = run_json("tune", *H200, "--suite", "ci", "--trials", "2", "--db", db)
+    assert [(w["trials"], w["resumed"]) for w in result["workloads"]] == [(0, 2), (0, 2)]
+
+
+def test_the_table_for_people(db: Path) -> None:
+    done = run("tune", *H200, "--suite", "ci", "--trials", "2", "--db", db)
+    assert "nvidia-h200 (cuda-sm90-132sm-" in done.stdout
+    assert re.search(r"d32 causal fp16 b2h4kv2q64k64 +m\d+n\d+w\ds\d_\w+ +~\d", done.stdout)
+    assert "0+2 of " in done.stdout
+    assert "tuning 2 workloads" in done.stderr and "tuning 2 workloads" not in done.stdout
+
+
+def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    script = "from flashgen.cli.main import main; main(prog_name='flashgen')"
+    words = ["tune", *H200, "--suite", "gpt2", "--jobs", "1", "--db", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    until = time.monotonic() + 60
+    while not (path.exists() and list(TuningDB(path, readonly=True).records())) and time.monotonic() < until:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    printed, told = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, told
+    assert "interrupted: all that was measured is stored" in printed
+    assert "Traceback" not in told
+    assert list(TuningDB(path, readonly=True).records())
+
+
+def test_explain_names_the_record(db: Path) -> None:
+    (causal_one, _) = run_json("explain", *H200, "--suite", "ci", "--db", db)["workloads"]
+    accepted = [step for step in causal_one["steps"] if step["verdict"] == "accepted"]
+    assert [step["source"] for step in accepted] == ["database"]
+    assert accepted[0]["choice"] == causal_one["runs"]
+    untuned = run_json("explain", *H200, "--seq", "64", "--db", db)["workloads"][0]
+    assert [s["source"] for s in untuned["steps"] if s["verdict"] == "accepted"] == ["family default"]
+
+
+def test_show_takes_the_best_record_or_the_default(db: Path) -> None:
+    winner = run_json("explain", *H200, "--suite", "ci", "--db", db)["workloads"][0]["runs"]
+    shown = run_json("show", *H200, "--suite", "ci", "--db", db)
+    assert shown["config"] == winner and shown["chosen"].startswith("best record")
+    shown = run_json("show", *H200, "--suite", "ci", "--db", db, "--config", "default")
+    assert shown["chosen"] == "default config"
+
+
+def test_show_prints_the_source_that_is_compiled() -> None:
+    spec = AttentionSpec(64, 64, "bf16", causal().rule)
+    config = FAMILY.find("m64n64w4s2_pointer_heads")
+    text = render(spec, config, toolchain()).text
+    done = run("show", *H200, "--head-dim", "64", "--mask", "causal", "--config", config.name)
+    assert done.stdout == text
+
+
+@pytest.mark.parametrize(
+    ("view", "wanted"),
+    [("--ptx", r"\.target sm_80"), ("--sass", r"Function : attention_fwd_d64_causal_bf16_")],
+)
+def test_show_compiled_code(view: str, wanted: str) -> None:
+    assert re.search(wanted, run("show", "--arch", "80", "--head-dim", "64", "--mask", "causal", view).stdout)
+
+
+def test_show_usage() -> None:
+    usage = run_json("show", "--arch", "80", "--head-dim", "64", "--mask", "causal", "--usage")["usage"]
+    assert 0 < usage["registers"] <= 255 and usage["threads"] % 32 == 0
+    assert 0 < usage["shared_bytes"] <= usage["shared_available"]
+    assert usage["arguments"][0] == "Q"
+
+
+def test_show_diff_is_a_few_header_lines() -> None:
+    words = ["show", *H200, "--diff", "m64n64w4s2_pointer_heads", "m128n64w8s3_pointer_heads"]
+    changed = [line for line in run(*words).stdout.splitlines() if re.match(r"[+-][^+-]", line)]
+    assert "-BLOCK_M = tl.constexpr(64)" in changed and "+BLOCK_M = tl.constexpr(128)" in changed
+    assert len(changed) <= 8
+    assert run_json(*words)["configs"] == ["m64n64w4s2_pointer_heads", "m128n64w8s3_pointer_heads"]
+
+
+def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "ci.bundle"
+    made = run_json("export", *H200, "--suite", "ci", "--db", db, "--out", bundle)
+    assert made["ok"] and made["records"] >= 2 and made["kernels"] >= 4
+    assert "nvidia-h200" in made["target"]
+    assert run_json("verify", bundle) == made
+    cubin = next((bundle / "cubins").iterdir())
+    content = bytearray(cubin.read_bytes())
+    content[100] ^= 1
+    cubin.write_bytes(content)
+    report = run_json("verify", bundle, code=FAILED)
+    assert not report["ok"]
+    assert [cubin.name in problem for problem in report["problems"]] == [True]
+    assert "damaged" in run("verify", bundle, code=FAILED).stdout
+
+
+def test_doctor_finds_a_healthy_database(db: Path) -> None:
+    report = run_json("doctor", "--db", db)
+    found = {(f["section"], f["name"]): f for f in report["findings"]}
+    assert report["ok"] is True
+    assert found["database", "health"]["value"] == "healthy"
+    assert found["database", "records"]["value"].endswith("for nvidia-h200")
+    assert ("database", "stale") not in found
+    assert found["compiler", "ptxas"]["state"] == "ok"
+    assert found["settings", "FLASHGEN_TARGET"]["value"].startswith("not set")
+    assert "nothing is broken" in run("doctor", "--db", db).stdout

@@ -1,0 +1,52 @@
+"""`flashgen bench` on a GPU: every peer that is installed gets a row, and all rows are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from flashgen.cli.bench import SHAPE
+from flashgen.cli.main import main
+
+MEASURED = ("impl", "family", "run", "ms_median", "ms_min", "ms_max", "passes", "tflops", "max_error")
+
+
+def test_rows_of_one_shape(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = [
+        "bench",
+        "--head-dim",
+        "64",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "2",
+        "--seq",
+        "1024",
+        "--mask",
+        "causal",
+    ]
+    done = CliRunner().invoke(main, [*words, "--out", str(out), "--json"], prog_name="flashgen")
+    assert done.exit_code == 0, done.output
+    data = json.loads(out.read_text())
+    assert set(data) == {"header", "rows"}
+    assert set(data["header"]) == {"gpu", "driver", "versions", "command", "date"}
+    rows = {row["impl"]: row for row in data["rows"]}
+    assert {"flashgen", "fa2", "flex"} <= set(rows), json.loads(done.stdout)["left_out"]
+    assert rows["flashgen"]["family"] == "attention_fwd"
+    assert len({row["run"] for row in data["rows"]}) == 1
+    for row in data["rows"]:
+        assert set(row) == {*SHAPE, *MEASURED}
+        assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        assert row["passes"] == 3 and row["tflops"] > 1 and row["max_error"] < 0.02
+
+
+def test_a_shape_that_does_not_fit_costs_only_its_rows(tmp_path: Path) -> None:
+    words = ["bench", "--head-dim", "64", "--heads", "8", "--batch", "1000000", "--seq", "4096"]
+    done = CliRunner().invoke(main, [*words, "--impls", "flashgen,fa2", "--json"], prog_name="flashgen")
+    assert done.exit_code == 1
+    data = json.loads(done.stdout)
+    assert data["rows"] == []
+    assert "OUT_OF_MEMORY" in data["left_out"][0]["flashgen"]

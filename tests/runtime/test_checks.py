@@ -1,0 +1,110 @@
+"""Bad input: a message that names the argument, what was given and what is allowed, whatever the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.api import attention
+from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.spec import masks, score_mods
+
+
+def tensors(**changes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    shapes = {"q": (2, 4, 6, 32), "k": (2, 2, 8, 32), "v": (2, 2, 8, 32)} | changes
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
+GOOD = tensors()
+
+CASES: dict[str, dict[str, Any]] = {
+    r"q must be a tensor \(batch, heads, seq, head_dim\), not \[1\]": {"q": [1]},
+    r"k must be a tensor .*, not None": {"k": None},
+    r"q has 3 dimensions, \(4, 6, 32\); layout='bhsd' takes": {"q": torch.ones(4, 6, 32)},
+    r"v has 2 dimensions": {"v": torch.ones(8, 32)},
+    r"q.dtype=torch.int64 is not served; allowed: torch.float16, torch.bfloat16, torch.float32": {
+        "q": GOOD["q"].long()
+    },
+    r"k.dtype=torch.int8 is not served": {"k": GOOD["k"].to(torch.int8)},
+    r"v.dtype=torch.float64 is not served": {"v": GOOD["v"].double()},
+    r"k.dtype=torch.float16 must be that of q, torch.float32": {"k": GOOD["k"].half()},
+    r"k.device=meta must be that of q, cpu": {"k": GOOD["k"].to("meta")},
+    r"k has batch 3, it must be q's 2: q \(2, 4, 6, 32\)": tensors(k=(3, 2, 8, 32)),
+    r"v has batch 1, it must be q's 2": tensors(v=(1, 2, 8, 32)),
+    r"v has heads 4, it must be k's 2": tensors(v=(2, 4, 8, 32)),
+    r"v has length 7, it must be k's 8": tensors(v=(2, 2, 7, 32)),
+    r"k has head_dim 64, it must be q's 32": tensors(k=(2, 2, 8, 64)),
+    r"q has 4 heads, which must be a multiple of the 3 heads of k and v": tensors(
+        k=(2, 3, 8, 32), v=(2, 3, 8, 32)
+    ),
+    r"q has 4 heads, which must be a multiple of the 0 heads": tensors(k=(2, 0, 8, 32), v=(2, 0, 8, 32)),
+    r"q has head_dim 12; allowed: multiples of 8 from 16 to 256; pad": tensors(
+        q=(2, 4, 6, 12), k=(2, 2, 8, 12)
+    ),
+    r"q has head_dim 8; allowed": tensors(q=(2, 4, 6, 8), k=(2, 2, 8, 8)),
+    r"v has head_dim 264; allowed": tensors(v=(2, 2, 8, 264)),
+    r"layout='sbhd' must be one of bhsd, bshd": {"layout": "sbhd"},
+    r"layout=None must be one of": {"layout": None},
+    r"scale=nan must be finite": {"scale": math.nan},
+    r"scale=-inf must be finite": {"scale": -math.inf},
+    r"scale='big' must be None or a finite number": {"scale": "big"},
+    r"scale=True must be None or a finite number": {"scale": True},
+    r"scale=a tensor of torch.float32 \(1,\) must be None or a finite number; give its value": {
+        "scale": torch.ones(1)
+    },
+    r"unknown mask 'diagonal'; known: causal, full, key_padding, sliding_window": {"mask": "diagonal"},
+    r"mask=a tensor of torch.bool \(6, 8\) must be None, a name .*key_padding\(tensor\)": {
+        "mask": torch.ones(6, 8, dtype=torch.bool)
+    },
+    r"unknown score rule 'alibi'; known: softcap": {"score_mod": "alibi"},
+    r"score_mod=\['softcap'\] must be None, a ScoreMod": {"score_mod": ["softcap"]},
+    r"key_padding has no tensor for key_lengths; build it with one": {"mask": "key_padding"},
+    r"key_lengths of key_padding is on meta, q on cpu": {
+        "mask": masks.key_padding(torch.ones(2, dtype=torch.int32, device="meta"))
+    },
+    r"key_lengths of key_padding has shape \(1,\); axis 0 counts batch, which is 2": {
+        "mask": masks.key_padding(torch.ones(1, dtype=torch.int32))
+    },
+    r"key_keep of .* has shape \(2, 9\); axis 1 counts k_len, which is 8": {
+        "mask": masks.key_padding(torch.ones(2, 9, dtype=torch.bool))
+    },
+    r"key_lengths of .* must be torch.int32 with 1 dimensions, not a tensor of torch.int64": {
+        "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, dtype=torch.int64),))
+    },
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_bad_arguments_are_named(message: str, gradient: bool) -> None:
+    arguments = GOOD | CASES[message]
+    q = arguments["q"]
+    if gradient:
+        if not isinstance(q, torch.Tensor) or not q.is_floating_point():
+            pytest.skip("no gradient to ask for")
+        arguments["q"] = q.clone().requires_grad_()
+    with pytest.raises(InvalidArgument, match=message):
+        attention(**arguments)
+
+
+def test_c18_an_option_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(TypeError, match="dropout_p"):
+        attention(**GOOD, dropout_p=0.5)
+
+
+def test_c18_the_soft_cap_changes_the_result() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (4 * torch.randn(1, 2, 16, 32, generator=generator) for _ in range(3))
+    results = [attention(q, k, v, score_mod=score_mods.softcap(cap)) for cap in (0.5, 5.0, 50.0)]
+    results.append(attention(q, k, v))
+    for i, one in enumerate(results):
+        for other in results[i + 1 :]:
+            assert (one - other).abs().max() > 1e-3
+
+
+def test_an_unknown_name_is_its_own_kind_of_error() -> None:
+    with pytest.raises(UnknownName):
+        attention(**GOOD, mask="diagonal")

@@ -1,0 +1,600 @@
+"""The dispatcher: what a key holds, what is resolved once, and what every call still compares."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from dispatch_parts import LoadedKernel, Loads, Parts, Records, make, tensors
+from sample_records import H200, config, record, workload
+
+from flashgen.build.arguments import FACTS
+from flashgen.build.reference import attention_reference
+from flashgen.codegen.abi import environment_names
+from flashgen.errors import CompileFailed, DoesNotFit, InvalidArgument, NoTunedKernel, StoreError
+from flashgen.runtime import dispatcher as module
+from flashgen.runtime.explain import Explanation, explain_workload
+from flashgen.runtime.misses import read_misses
+from flashgen.runtime.policy import Request, Source
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import AttentionSpec, Workload
+from flashgen.spec.config import Config
+from flashgen.spec.target import find_target
+
+TMA, POINTER = config(loads="tma"), config(loads="pointer")
+CAUSAL = masks.causal()
+
+
+def last_env(parts: Parts) -> dict[str, object]:
+    kernel = parts.loads.kernels[-1]
+    names = environment_names(kernel.request.workload.spec)
+    return dict(zip(names, kernel.launches[-1], strict=True))
+
+
+def explain(parts: Parts, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Explanation:
+    call = module.check(q, k, v, CAUSAL, None, None, "bhsd", False)
+    return parts.dispatcher.explain(call, q.get_device())
+
+
+# A hit
+
+
+def test_a_second_call_of_the_kind_resolves_and_loads_nothing() -> None:
+    parts = make([record(conf=TMA)])
+    for _ in range(3):
+        out = parts.call(*tensors(q_len=4096, batch=1), CAUSAL)
+    assert out.shape == (1, 32, 4096, 128)
+    assert parts.dispatcher.resolves == parts.records.asked == 1
+    assert parts.loads.launched == [TMA.name] * 3
+
+
+def test_the_kernel_gets_the_calls_own_sizes_addresses_and_scale() -> None:
+    parts = make()
+    q, k, v = tensors(batch=3, q_len=50, k_len=70)
+    parts.call(q, k, v, CAUSAL)
+    q2, k2, v2 = tensors(batch=4, q_len=60, k_len=100)
+    out, lse = parts.call(q2, k2, v2, CAUSAL, scale=0.5, return_lse=True)
+    env = last_env(parts)
+    assert (env["batch"], env["q_len"], env["k_len"], env["scale"]) == (4, 60, 100, 0.5)
+    assert (env["q"], env["k"], env["v"]) == (q2.data_ptr(), k2.data_ptr(), v2.data_ptr())
+    assert (env["out"], env["lse"]) == (out.data_ptr(), lse.data_ptr())
+    assert lse.shape == (4, 32, 60) and lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+def test_c20_k_len_from_1_to_4096_makes_at_most_16_resolves() -> None:
+    parts = make()
+    q, k, v = tensors(batch=1, q_len=1, k_len=4096)
+    for k_len in range(1, 4097):
+        parts.call(q, k[:, :, :k_len], v[:, :, :k_len], CAUSAL)
+    assert parts.dispatcher.resolves <= 16
+    assert len(parts.loads.kernels) == 1, "one config for all of them, loaded once"
+    assert len(parts.loads.kernels[0].launches) == 4096
+
+
+def test_a_tensor_is_no_scale_because_reading_it_would_wait_for_the_gpu() -> None:
+    with pytest.raises(InvalidArgument, match=r"scale=a tensor of torch.float32 \(\).*scale.item\(\)"):
+        make().call(*tensors(), scale=torch.tensor(0.1))
+
+
+@pytest.mark.parametrize(
+    ("change", "resolved"),
+    [
+        ({}, 1),
+        ({"q_len": 63}, 1),  # the same bucket
+        ({"q_len": 65}, 2),
+        ({"batch": 5}, 2),
+        ({"heads": 16}, 2),
+        ({"kv_heads": 4}, 2),
+        ({"head_dim": 64}, 2),
+        ({"head_dim_v": 64}, 2),
+        ({"dtype": torch.float16}, 2),
+    ],
+)
+def test_the_key_holds_buckets_of_lengths_and_everything_else_exactly(
+    change: dict[str, int], resolved: int
+) -> None:
+    parts = make()
+    parts.call(*tensors(), CAUSAL)
+    parts.call(*tensors(**change), CAUSAL)  # type: ignore[arg-type]
+    assert parts.dispatcher.resolves == resolved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": masks.full()},
+        {"mask": masks.causal("top_left")},
+        {"score_mod": score_mods.softcap(20.0)},
+        {"scale": -0.1},
+        {"return_lse": True},
+    ],
+)
+def test_rules_sign_of_the_scale_and_outputs_are_in_the_key(change: dict[str, object]) -> None:
+    parts = make()
+    parts.call(*tensors(), mask=CAUSAL)
+    parts.call(*tensors(), **({"mask": CAUSAL} | change))
+    assert parts.dispatcher.resolves == 2
+
+
+def test_numbers_of_rules_are_in_the_key_by_their_log2_and_reach_the_kernel_exactly() -> None:
+    parts = make()
+    for left in (1000, 1023, 1030, 100):
+        parts.call(*tensors(), masks.sliding_window(left, 0), score_mod=score_mods.softcap(30.0))
+        env = last_env(parts)
+        assert (env["param.left"], env["param.right"], env["param.cap"]) == (left, 0, 30.0)
+    assert parts.dispatcher.resolves == 2
+
+
+def test_names_and_equal_masks_made_anew_are_one_kind() -> None:
+    parts = make()
+    for mask in ("causal", masks.causal(), CAUSAL, CAUSAL & masks.full(), CAUSAL & masks.causal()):
+        parts.call(*tensors(), mask)
+    assert parts.dispatcher.resolves == 1
+
+
+def test_fp32_precision_follows_torchs_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make()
+    for setting, wanted in (("highest", "ieee"), ("high", "tf32"), ("highest", "ieee")):
+        torch.set_float32_matmul_precision(setting)
+        try:
+            parts.call(*tensors(dtype=torch.float32), CAUSAL)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        used = [kernel for kernel in parts.loads.kernels if kernel.launches][-1]
+        if setting == "high":
+            assert used.request.workload.spec.fp32_precision == wanted
+    assert parts.dispatcher.resolves == 2
+    assert [k.request.workload.spec.fp32_precision for k in parts.loads.kernels] == ["ieee", "tf32"]
+
+
+def test_the_table_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PLANS", 4)
+    parts = make()
+    for heads in range(8, 72, 8):
+        parts.call(*tensors(heads=heads), CAUSAL)
+        assert len(parts.dispatcher._plans) <= 4
+    assert parts.dispatcher.resolves == 8
+    assert len(parts.loads.kernels) == 1, "forgetting a plan forgets no kernel"
+
+
+def test_c40_fresh_masks_and_tensors_leave_nothing_behind() -> None:
+    parts = make()
+    q, k, v = tensors(batch=2, q_len=8)
+    for step in range(2000):
+        lengths = torch.tensor([8, 1 + step % 8])
+        parts.call(q, k, v, masks.causal() & masks.key_padding(lengths))
+        parts.call(q, k, v, masks.sliding_window(step % 7, 0))
+    dispatcher = parts.dispatcher
+    assert dispatcher.resolves <= 8 and len(dispatcher._numbers) <= 7 and len(dispatcher._kernels) == 2
+
+
+def test_c39_optional_arguments_may_be_none_in_any_combination() -> None:
+    parts = make()
+    for mask in (None, "causal"):
+        for score_mod in (None, [], score_mods.softcap(5.0), [score_mods.softcap(5.0)]):
+            for scale in (None, 1, 0.5):
+                for return_lse in (False, True):
+                    result = parts.call(
+                        *tensors(), mask, score_mod=score_mod, scale=scale, return_lse=return_lse
+                    )
+                    assert isinstance(result, tuple) == return_lse
+    assert len(parts.loads.launched) == 48
+
+
+def test_c41_out_strides_follow_q() -> None:
+    parts = make()
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors())
+    assert parts.call(q, k, v, CAUSAL).stride() == q.stride()
+    fused = torch.zeros(2, 64, 3, 8, 64, dtype=torch.float16)  # (batch, seq, qkv, heads, dim)
+    q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
+    out = parts.call(q, k, v)
+    assert out.transpose(1, 2).is_contiguous(), "the order of q's axes, without its gaps"
+    assert last_env(parts)["out.stride.head"] == 64
+    for head_dim_v in (64, 32, 128):
+        wide = torch.zeros(2, 64, 8, head_dim_v, dtype=torch.float16).transpose(1, 2)
+        out = parts.call(q, k, wide)
+        assert out.shape == (2, 8, 64, head_dim_v) and out.transpose(1, 2).is_contiguous()
+
+
+def test_bshd_is_the_same_call_in_another_order_of_axes() -> None:
+    parts = make()
+    q, k, v = (t.transpose(1, 2) for t in tensors(batch=2, q_len=20, k_len=30))
+    out, lse = parts.call(q, k, v, CAUSAL, layout="bshd", return_lse=True)
+    env = last_env(parts)
+    assert out.shape == (2, 20, 32, 128) and lse.shape == (2, 32, 20)
+    assert (env["heads"], env["kv_heads"], env["q_len"], env["k_len"]) == (32, 8, 20, 30)
+    assert (env["q.stride.head"], env["q.stride.row"]) == (q.stride(2), q.stride(1))
+
+
+# What the key cannot promise
+
+
+def bad_values() -> dict[str, dict[str, object]]:
+    _, k, v = tensors()
+    keep = torch.ones(4, 63, dtype=torch.bool)
+    return {
+        "k has batch 5, it must be q's 4": {"k": tensors(batch=5)[1]},
+        "v has batch 5, it must be q's 4": {"v": tensors(batch=5)[2]},
+        "v has length 63, it must be k's 64": {"v": v[:, :, :63]},
+        "v has heads 4, it must be k's 8": {"v": v[:, :4]},
+        "k has head_dim 64, it must be q's 128": {"k": k[..., :64], "v": v[..., :64]},
+        "k.dtype=torch.float16 must be that of q": {"k": k.half()},
+        "v.dtype=torch.float32 must be that of q": {"v": v.float()},
+        "k has 3 dimensions": {"k": k[0]},
+        "v has 5 dimensions": {"v": v[None]},
+        "q has 32 heads, which must be a multiple of the 0 heads": {"k": k[:, :0], "v": v[:, :0]},
+        "q has 32 heads, which must be a multiple of the 5 heads": {"k": k[:, :5], "v": v[:, :5]},
+        "layout='bdsh' must be one of bhsd, bshd": {"layout": "bdsh"},
+        "scale=nan must be finite": {"scale": math.nan},
+        "scale=inf must be finite": {"scale": math.inf},
+        "key_keep of .* has shape \\(4, 63\\); axis 1 counts k_len, which is 64": {
+            "mask": masks.key_padding(keep)
+        },
+        "key_lengths of .* has shape \\(3,\\); axis 0 counts batch, which is 4": {
+            "mask": masks.key_padding(torch.tensor([1, 2, 3]))
+        },
+        "key_padding has no tensor for key_lengths": {"mask": masks.key_padding()},
+        "mask=<function .*> must be None, a name": {"mask": lambda b, h, q, k: q >= k},
+        "unknown mask 'diagonal'; known: causal, full": {"mask": "diagonal"},
+        "score_mod=3 must be None": {"score_mod": 3},
+    }
+
+
+@pytest.mark.parametrize("message", bad_values())
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_what_does_not_agree_is_refused_before_any_launch(message: str, seen_before: bool) -> None:
+    parts = make()
+    q, k, v = tensors()
+    good = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": masks.key_padding(torch.full((4,), 64)),
+        "scale": None,
+        "score_mod": None,
+        "layout": "bhsd",
+    }
+    if seen_before:
+        parts.call(**good)  # type: ignore[arg-type]
+        parts.call(**(good | {"mask": masks.key_padding(torch.ones(4, 64, dtype=torch.bool))}))  # type: ignore[arg-type]
+    launched = len(parts.loads.launched)
+    with pytest.raises(InvalidArgument, match=message):
+        parts.call(**(good | bad_values()[message]))  # type: ignore[arg-type]
+    assert len(parts.loads.launched) == launched
+
+
+# Facts of the call
+
+
+def test_c13_a_broadcast_batch_and_a_real_one_are_different_kinds() -> None:
+    parts = make([record(10.0, conf=TMA), record(20.0, conf=POINTER)])
+    q, k, v = tensors(batch=1)
+    parts.call(q, k, v, CAUSAL)
+    parts.call(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), CAUSAL)
+    parts.call(*tensors(batch=2), CAUSAL)
+    assert parts.loads.launched == [TMA.name, TMA.name, POINTER.name]
+    broadcast = parts.loads.kernels[-1]
+    assert broadcast.request.facts.tma is False and broadcast.launches[0][5] == 0
+
+
+def test_c14_a_misaligned_call_gets_the_best_record_that_admits_it() -> None:
+    slow = config(block_m=64)
+    parts = make([record(10.0, conf=TMA), record(30.0, conf=slow), record(20.0, conf=POINTER)])
+    q, k, v = tensors()
+    parts.call(q, k, v, CAUSAL)
+    buffer = torch.zeros(q.numel() + 1, dtype=q.dtype)
+    off = buffer[1:].view(q.shape)  # 2 bytes beyond an aligned address
+    parts.call(off, k, v, CAUSAL)
+    row = torch.zeros(4, 32, 64, 132, dtype=q.dtype)[..., :128]  # rows of 264 bytes
+    parts.call(row, k, v, CAUSAL)
+    assert parts.loads.launched == [TMA.name, POINTER.name, POINTER.name]
+    explained = explain(parts, off, k, v)
+    assert [(step.choice, step.verdict) for step in explained.steps[:2]] == [
+        (TMA.name, "rejected"),
+        (POINTER.name, "accepted"),
+    ]
+    assert "loads by descriptor" in explained.steps[0].reason
+
+
+# Misses
+
+
+def test_the_exact_bucket_comes_before_nearer_times_and_measured_before_modelled() -> None:
+    exact, near, guessed = config(block_n=32), config(block_n=64), config(block_n=128)
+    parts = make(
+        [
+            record(1.0, conf=near, work=workload(8192)),
+            record(90.0, conf=exact, work=workload(4096)),
+            record(5.0, conf=guessed, work=workload(4096), source="model"),
+        ]
+    )
+    parts.call(*tensors(q_len=4096, batch=4, heads=32), CAUSAL)
+    parts.call(*tensors(q_len=8192, batch=4), CAUSAL)
+    assert parts.loads.launched == [exact.name, near.name]
+
+
+def test_earlier_sources_do_not_hide_better_records_of_later_ones() -> None:
+    near, shipped, modelled = config(block_n=32), config(block_n=64), config(block_n=128)
+    parts = make([record(1.0, conf=near, work=workload(8192)), record(2.0, conf=modelled, source="model")])
+    store = Records([record(9.0, conf=shipped)])
+    parts.policy.sources.append(Source("shipped records", lambda: store, parts.loads))
+    parts.call(*tensors(q_len=4096), CAUSAL)
+    assert parts.loads.launched == [shipped.name]
+
+
+def test_c15_what_cannot_fit_is_passed_over_and_every_candidate_is_named() -> None:
+    small = find_target("nvidia-l40s")  # 99 KB of shared memory a block
+    big = config(128, 128, 8, 4)
+    work = workload(4096, spec=masked(256, "fp32"), heads=8)
+    parts = make([record(conf=big, work=work, target=small)], target=small)
+    q, k, v = tensors(q_len=16, heads=8, head_dim=256, dtype=torch.float32)
+    parts.call(q, k, v, CAUSAL)
+    steps = explain(parts, q, k, v).steps
+    assert (
+        steps[0].choice == big.name
+        and "KB of shared memory a block, nvidia-l40s has 99 KB" in steps[0].reason
+    )
+    assert steps[1].source == "family default" and steps[1].verdict == "accepted"
+    assert parts.loads.launched == [steps[1].choice]
+
+
+def masked(head_dim: int, dtype: str) -> AttentionSpec:
+    return AttentionSpec(head_dim, head_dim, dtype, CAUSAL.rule)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CompileFailed("ptxas: out of registers"), DoesNotFit("300 KB"), ImportError("No module named 'triton'")],
+)
+def test_a_candidate_that_does_not_load_gives_way_to_the_next_and_its_reason_is_kept(
+    error: Exception,
+) -> None:
+    parts = make([record(10.0, conf=TMA), record(20.0, conf=POINTER)], loads=Loads({TMA.name: error}))
+    for batch in (4, 1):
+        parts.call(*tensors(q_len=64, batch=batch), CAUSAL)
+    assert parts.loads.launched == [POINTER.name] * 2
+    assert parts.loads.asked.count(TMA.name) == 1, "a failure is not tried twice"
+    step = explain(parts, *tensors()).steps[0]
+    assert (step.choice, step.verdict) == (TMA.name, "rejected") and str(error) in step.reason
+
+
+def test_a_kernel_the_driver_refuses_to_launch_gives_way_to_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = make(
+        [record(10.0, conf=TMA), record(20.0, conf=POINTER)],
+        loads=Loads(refusing={TMA.name: "too many registers"}),
+    )
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        for _ in range(3):
+            parts.call(*tensors(), CAUSAL)
+    assert parts.loads.launched == [POINTER.name] * 3
+    assert caplog.text.count("too many registers") == 1
+    assert "too many registers" in explain(parts, *tensors()).steps[0].reason
+
+
+def test_where_no_kernel_loads_torchs_attention_gives_the_right_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Never(Loads):
+        def __call__(self, request: Request, config: Config) -> LoadedKernel:
+            raise CompileFailed("no compiler here")
+
+    parts = make(loads=Never())
+    q, k, v = tensors(batch=2, heads=4, kv_heads=2, q_len=20, k_len=33, head_dim=32, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        out, lse = parts.call(q, k, v, CAUSAL, return_lse=True)
+        parts.call(q, k, v, CAUSAL, return_lse=True)
+    expected, expected_lse = attention_reference(q, k, v, mask=CAUSAL)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert caplog.text.count("no compiler here") == 1 and parts.dispatcher.resolves == 1
+
+
+def test_a_broken_store_is_a_step_with_a_reason_and_calls_are_answered() -> None:
+    parts = make()
+
+    def broken() -> Records:
+        raise StoreError("the database is of version 9, this is 1; update FlashGen")
+
+    parts.policy.sources.insert(0, Source("broken", broken, parts.loads))
+    parts.call(*tensors(), CAUSAL)
+    assert len(parts.loads.launched) == 1
+    step = explain(parts, *tensors()).steps[0]
+    assert step.source == "broken" and "version 9" in step.reason
+
+
+def test_a_bundle_comes_first_and_its_fallback_last_before_torch() -> None:
+    bundled, tuned = config(block_n=32), config(block_n=64)
+    parts = make([record(1.0, conf=tuned)])
+    own = Loads()
+    store = Records([record(50.0, conf=bundled, work=workload(512))])
+    parts.dispatcher.add_bundle(Source("bundle x", lambda: store, own, lambda request: config(block_n=128)))
+    parts.call(*tensors(q_len=4096), CAUSAL)
+    assert own.launched == [bundled.name] and not parts.loads.launched
+    parts.call(*tensors(q_len=64), "full")  # nothing of this spec, but a compiler
+    assert parts.loads.launched and len(own.launched) == 1
+    parts.loads.failing = {
+        name: ImportError("no triton") for name in [*parts.loads.asked, parts.loads.asked[-1]]
+    }
+    parts.call(*tensors(q_len=64), masks.causal("top_left"))  # nothing of this spec, and no compiler
+    assert own.launched == [bundled.name, config(block_n=128).name]
+
+
+# Miss policies
+
+
+def test_policy_error_raises_only_where_no_record_serves() -> None:
+    parts = make([record(conf=TMA, work=workload(512))], on_miss="error")
+    parts.call(*tensors(q_len=4096), CAUSAL)  # the nearest record serves
+    with pytest.raises(
+        NoTunedKernel, match=r"(?s)b4h32kv8q64k64 .*mask\[True\].*'error'; tune it.*no record of this spec"
+    ):
+        parts.call(*tensors())
+    parts.dispatcher.set_on_miss("default")
+    parts.call(*tensors())
+    assert len(parts.loads.launched) == 2
+
+
+def test_policy_record_notes_each_kind_once(tmp_path: Path) -> None:
+    parts = make(
+        [record(conf=TMA, work=workload(64))], on_miss="record", misses=tmp_path / "x" / "misses.jsonl"
+    )
+    for q_len in (64, 128, 130, 128):
+        parts.call(*tensors(q_len=q_len), CAUSAL)
+    noted = read_misses(tmp_path / "x" / "misses.jsonl")
+    assert [w.q_len for w in noted] == [128, 130]
+    assert {w.spec.key for w in noted} == {record().workload.spec.key}
+
+
+def test_c34_misses_that_cannot_be_written_cost_one_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    parts = make(on_miss="record", misses=tmp_path / "file" / "misses.jsonl")
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        for q_len in (64, 128, 256):
+            parts.call(*tensors(q_len=q_len), CAUSAL)
+    assert caplog.text.count("missed shapes are not noted") == 1 and len(parts.loads.launched) == 3
+
+
+def test_policy_tune_tunes_a_kind_once_and_then_uses_the_record() -> None:
+    tuned: list[Workload] = []
+
+    def tune(work: Workload, device: int) -> None:
+        tuned.append(work)
+        parts.records.all.append(record(conf=POINTER, work=work))
+
+    parts = make(on_miss="tune", tune=tune)
+    for _ in range(2):
+        parts.call(*tensors(q_len=100), CAUSAL)
+    assert [w.q_len for w in tuned] == [100] and parts.loads.launched == [POINTER.name] * 2
+    parts.dispatcher.forget()
+    parts.call(*tensors(q_len=120), CAUSAL)
+    assert len(tuned) == 1
+
+
+def test_tuning_that_fails_is_told_and_the_call_answered(caplog: pytest.LogCaptureFixture) -> None:
+    def tune(work: Workload, device: int) -> None:
+        raise StoreError("disk full")
+
+    parts = make(on_miss="tune", tune=tune)
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        parts.call(*tensors(), CAUSAL)
+    assert "disk full" in caplog.text and len(parts.loads.launched) == 1
+
+
+def test_an_unknown_policy_names_the_known_ones() -> None:
+    with pytest.raises(InvalidArgument, match=r"on_miss='never'.*default, tune, record, error"):
+        make().dispatcher.set_on_miss("never")
+    with pytest.raises(InvalidArgument, match="can tune"):
+        make(on_miss="tune")
+
+
+# Graph capture
+
+
+def test_c21_a_first_call_inside_a_capture_loads_and_remembers_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def tune(work: Workload, device: int) -> None:
+        raise AssertionError("tuned inside a capture")
+
+    parts = make([record(conf=TMA)], on_miss="tune", tune=tune)
+    parts.capturing[0] = True
+    q, k, v = tensors(batch=1, heads=4, kv_heads=2, q_len=16, head_dim=32, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        for _ in range(3):
+            out = parts.call(q, k, v, CAUSAL)
+    torch.testing.assert_close(out, attention_reference(q, k, v, mask=CAUSAL)[0], atol=1e-5, rtol=1e-5)
+    assert parts.loads.asked == [] and parts.records.asked == 0 and parts.dispatcher.resolves == 0
+    assert caplog.text.count("a CUDA graph is being captured") == 1
+    parts.capturing[0] = False
+    parts.dispatcher.set_on_miss("default")
+    parts.call(q, k, v, CAUSAL)
+    assert len(parts.loads.launched) == 1, "after the capture the call is resolved as any other"
+
+
+def test_c21_inside_a_capture_a_loaded_kernel_of_the_spec_serves_other_sizes() -> None:
+    parts = make([record(conf=TMA)])
+    parts.call(*tensors(q_len=64), CAUSAL)
+    parts.capturing[0] = True
+    parts.call(*tensors(q_len=64), CAUSAL)  # a hit
+    parts.call(*tensors(q_len=4096, batch=1), CAUSAL)  # a miss
+    assert parts.loads.launched == [TMA.name] * 3 and parts.loads.asked == [TMA.name]
+
+
+def test_warming_loads_the_kernel_that_the_call_then_hits() -> None:
+    parts = make([record(conf=TMA, work=workload(4096))])
+    told = parts.dispatcher.warm(workload(4096), FACTS[0], -1)  # CPU tensors: device index -1
+    assert told.runs == TMA.name and parts.loads.asked == [TMA.name]
+    resolves = parts.dispatcher.resolves
+    parts.call(*tensors(q_len=4096), CAUSAL)
+    assert parts.dispatcher.resolves == resolves and parts.loads.launched == [TMA.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_warmed_key_is_the_calls_own_key(dtype: torch.dtype) -> None:
+    parts = make()
+    mask, cap = masks.sliding_window(15, 0), score_mods.softcap(20.0)
+    q, k, v = tensors(
+        batch=3, heads=8, kv_heads=2, q_len=5, k_len=70, head_dim=32, head_dim_v=64, dtype=dtype
+    )
+    call = module.check(q, k, v, mask, cap, -0.5, "bhsd", True)
+    parts.dispatcher.warm(call.workload(), FACTS[0], -1)
+    parts.call(q, k, v, mask, score_mod=cap, scale=-0.5, return_lse=True)
+    assert parts.dispatcher.resolves == 0 and len(parts.loads.launched) == 1
+
+
+# Nothing to compute
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"k_len": 0}, {"q_len": 0, "k_len": 5}, {"batch": 0}, {"q_len": 0, "k_len": 0}, {"heads": 0}]
+)
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_c04_empty_sizes_launch_nothing(sizes: dict[str, int], mask: str | None) -> None:
+    parts = make()
+    q, k, v = tensors(**({"q_len": 4, "head_dim_v": 64} | sizes))  # type: ignore[arg-type]
+    out, lse = parts.call(q, k, v, mask, return_lse=True)
+    assert out.shape == (*q.shape[:3], 64) and torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full(q.shape[:3], -math.inf))
+    assert parts.loads.asked == []
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -0.125, -3])
+def test_a_scale_that_is_not_positive_gets_a_kernel_made_for_it(scale: float) -> None:
+    parts = make()
+    parts.call(*tensors(), CAUSAL, scale=scale)
+    assert parts.loads.kernels[-1].request.workload.spec.positive_scale is False
+    assert last_env(parts)["scale"] == scale
+
+
+def test_threads_resolve_a_kind_once() -> None:
+    parts = make([record(conf=TMA)])
+    barrier = threading.Barrier(8)
+    q, k, v = tensors(batch=1, q_len=8)
+
+    def run() -> None:
+        barrier.wait()
+        for _ in range(20):
+            parts.call(q, k, v, CAUSAL)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert parts.dispatcher.resolves == 1 and parts.loads.asked == [TMA.name]
+    assert len(parts.loads.launched) == 160
+
+
+def test_c10_sizes_of_millions_are_decided_without_overflow() -> None:
+    parts = make([record(conf=TMA)], target=H200)
+    work = workload(1, 2**22, batch=65_538)
+    told = explain_workload(parts.policy, work, H200, FACTS[0])
+    assert told.runs == TMA.name and "nearest bucket" in told.steps[0].reason

@@ -1,0 +1,172 @@
+"""The operator in traced graphs: no graph break, shapes that vary, and what a graph does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashgen
+from flashgen import masks, score_mods
+from flashgen.errors import InvalidArgument
+
+Function = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def draw(
+    q_len: int, k_len: int | None = None, gradient: bool = False, head_dim_v: int = 32, heads: int = 4
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(q_len)
+    k_len = q_len if k_len is None else k_len
+    shapes = ((heads, q_len, 32), (heads // 2, k_len, 32), (heads // 2, k_len, head_dim_v))
+    return [torch.randn(2, *shape, generator=generator).requires_grad_(gradient) for shape in shapes]
+
+
+WINDOW = masks.sliding_window(3, 0)
+LENGTHS = torch.tensor([5, 3])
+PADDING = masks.causal() & masks.key_padding(LENGTHS)
+
+CALLS: dict[str, Function] = {
+    "plain": lambda q, k, v: flashgen.attention(q, k, v),
+    "by name": lambda q, k, v: flashgen.attention(q, k, v, mask="causal"),
+    "causal made inside": lambda q, k, v: flashgen.attention(q, k, v, mask=masks.causal()),
+    "window": lambda q, k, v: flashgen.attention(q, k, v, mask=WINDOW),
+    "window made inside": lambda q, k, v: flashgen.attention(q, k, v, mask=masks.sliding_window(3, 0)),
+    "padding": lambda q, k, v: flashgen.attention(q, k, v, mask=PADDING),
+    "padding made inside": lambda q, k, v: flashgen.attention(
+        q, k, v, mask=masks.key_padding(torch.ones(2, k.shape[2], dtype=torch.bool))
+    ),
+    "everything": lambda q, k, v: flashgen.attention(
+        q, k, v, mask=WINDOW, score_mod=score_mods.softcap(2.0), scale=-0.3, return_lse=True
+    ),
+    "bshd": lambda q, k, v: flashgen.attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask="causal", layout="bshd"
+    ),
+    "sdpa": lambda q, k, v: flashgen.sdpa(q, k, v, is_causal=True, enable_gqa=True),
+    "sdpa with padding": lambda q, k, v: flashgen.sdpa(
+        q, k, v, torch.ones(2, 1, 1, k.shape[2], dtype=torch.bool), enable_gqa=True
+    ),
+}
+
+
+def pairs(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(one, other, strict=True)) if isinstance(one, tuple) else [(one, other)]
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_traced_without_a_graph_break(name: str, gradient: bool) -> None:
+    function = CALLS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for q_len in (8, 12):
+        inputs = draw(q_len, gradient=gradient)
+        ours, eager = compiled(*inputs), function(*inputs)
+        for one, other in pairs(ours, eager):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+            assert one.stride() == other.stride() or gradient
+        if gradient:
+            losses = [
+                sum(t.exp().sum() for t in (r if isinstance(r, tuple) else (r,))) for r in (ours, eager)
+            ]
+            grads = [torch.autograd.grad(loss, inputs) for loss in losses]
+            for one, other in zip(*grads, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_c35_lengths_may_vary_within_two_graphs(gradient: bool) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(CALLS["by name"], fullgraph=True, backend=counter, dynamic=True)
+    for length in (100, 4096 if not gradient else 512, 77, 1):
+        inputs = draw(length, gradient=gradient, heads=2)
+        out = compiled(*inputs)
+        torch.testing.assert_close(out, CALLS["by name"](*inputs), atol=1e-6, rtol=1e-5)
+        if gradient:
+            assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.sum(), inputs))
+    assert counter.frame_count <= 2
+
+
+def test_a_model_compiles_around_it() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).unbind(2)
+            return self.out(flashgen.attention(q, k, v, mask="causal", layout="bshd").flatten(2))
+
+    block, x = Block(), torch.randn(2, 10, 64)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), block(x), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(compiled(x), block(x), atol=1e-6, rtol=1e-5)
+    assert compiled(x).grad_fn is not None
+
+
+def operator_arguments() -> list[tuple[Any, ...]]:
+    q, k, v = draw(8, 10, head_dim_v=16)
+    rule, cap = PADDING.rule, score_mods.softcap(2.0).rule
+    slim = draw(8)
+    return [
+        (q, k, v, [LENGTHS], rule.text, rule.name, "", "", [], 0.2, "bhsd", False),
+        (q, k, v, [LENGTHS], rule.text, rule.name, cap.text, cap.name, [2.0], 0.2, "bhsd", True),
+        (*(t.transpose(1, 2) for t in slim), [], "True", "full", "", "", [], 0.2, "bshd", True),
+        (*slim, [], WINDOW.rule.text, "w", "", "", [3.0, 0.0], 0.2, "bhsd", False),
+        (q[:, :, :0], k, v, [], "True", "full", "", "", [], 0.2, "bhsd", True),
+        (q[:, :1].expand(-1, 4, -1, -1), k, v, [], "True", "full", "", "", [], 0.2, "bhsd", True),
+    ]
+
+
+@pytest.mark.parametrize("arguments", operator_arguments())
+def test_the_operators_fake_says_what_the_real_one_gives(arguments: tuple[Any, ...]) -> None:
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.flashgen.attention_fwd.default, arguments, test_utils=tests)
+
+
+def test_the_operator_can_stand_in_an_exported_program() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flashgen.attention(q, k, v, mask=masks.sliding_window(3, 0))
+
+    inputs = tuple(draw(8))
+    program = torch.export.export(Layer(), inputs)
+    assert "flashgen.attention_fwd" in program.graph_module.code
+    torch.testing.assert_close(program.module()(*inputs), Layer()(*inputs))
+
+
+def test_fake_tensors_outside_a_trace_are_understood() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 4, 8, 32, device="cuda").transpose(1, 2) for _ in range(3))
+        out, lse = flashgen.attention(q, k, v, layout="bhsd", return_lse=True)
+    assert out.shape == (2, 8, 4, 32) and out.stride() == q.stride() and lse.shape == (2, 8, 4)
+    assert out.device.type == "cuda"
+
+
+def test_bad_arguments_of_the_operator_are_named() -> None:
+    q, k, v = draw(8)
+    arguments = ([], "k_idx <", "x", "", "", [], 0.2, "bhsd", False)
+    with pytest.raises(InvalidArgument, match="not an expression"):
+        torch.ops.flashgen.attention_fwd(q, k, v, *arguments)
+    with pytest.raises(InvalidArgument, match="k has batch 1"):
+        torch.ops.flashgen.attention_fwd(q, k[:1], v, [], "True", "full", "", "", [], 0.2, "bhsd", False)
+
+
+def test_the_operator_has_no_gradient_to_lose() -> None:
+    """Called by hand with inputs that need one, it fails loudly in the backward pass."""
+    q, k, v = draw(8, gradient=True)
+    out, _ = torch.ops.flashgen.attention_fwd(q, k, v, [], "True", "full", "", "", [], 0.2, "bhsd", False)
+    assert out.grad_fn is not None
+    with pytest.raises(RuntimeError, match="autograd"):
+        out.sum().backward()
