@@ -10,6 +10,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flashgen import settings
+
 if TYPE_CHECKING:
     from flashgen import integrations
     from flashgen.api import (
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     )
     from flashgen.spec import masks, score_mods
 
-__version__ = "0.1.0"
+__version__ = settings.VERSION
 
 __all__ = [
     "attention",

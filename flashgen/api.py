@@ -26,7 +26,7 @@ from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
 from flashgen.runtime.sdpa import translate
-from flashgen.settings import SETTINGS
+from flashgen.settings import SETTINGS, VERSION
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
@@ -573,15 +573,9 @@ def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]
 
 def _versions(torch_version: str = "", driver: str = "") -> Versions:
     """What records and bundles say they were made with."""
-    from importlib.metadata import PackageNotFoundError, version
-
     from flashgen.build.compile import triton_version
 
-    try:
-        ours = version("flashgen")
-    except PackageNotFoundError:  # a checkout on the path
-        ours = "0"
-    return Versions(ours, triton_version(), torch_version, driver)
+    return Versions(VERSION, triton_version(), torch_version, driver)
 
 
 def _forget() -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from flashgen.errors import InvalidArgument
 
+VERSION = "0.1.0"
+"""Of FlashGen; pyproject.toml says the same, and a test compares."""
+
 MISS_POLICIES = ("default", "tune", "record", "error")
 
 

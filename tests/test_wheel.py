@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.settings import VERSION
+
 ROOT = Path(__file__).parent.parent
 
 RENDER = """
@@ -43,6 +45,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT)
     (made,) = out.glob("flashgen-*.whl")
     return made
+
+
+def test_the_version_stands_in_one_number(wheel: Path) -> None:
+    assert wheel.name.startswith(f"flashgen-{VERSION}-")
 
 
 def test_templates_and_records_are_in_the_wheel(wheel: Path) -> None:

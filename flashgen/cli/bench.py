@@ -18,6 +18,7 @@ import click
 from flashgen.cli.options import Selection, workload_options
 from flashgen.cli.output import FAILED, console, emit, json_option, table
 from flashgen.errors import FlashGenError, InvalidArgument, UnknownName
+from flashgen.settings import VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -271,8 +272,6 @@ def ready(
 def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:
     """FlashGen as a user calls it, and the family of the kernel that answers; `torch` where none does."""
     from flashgen import api
-    from flashgen.build.device import live_target
-    from flashgen.codegen.families import serving
 
     q, k, v = inputs.q, inputs.k, inputs.v
     options: dict[str, Any] = {
@@ -281,12 +280,7 @@ def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:
         "scale": inputs.scale,
         "layout": inputs.layout,
     }
-    steps = api.explain(q, k, v, **options).steps
-    family = "torch"
-    if all(step.source != "torch" for step in steps if step.verdict == "accepted"):
-        target = live_target(q.get_device())
-        record = api.best_record(workload, target)
-        family = record.config.family if record else serving(workload.spec, target)[0].name
+    family = api.explain(q, k, v, **options).family
     return lambda: inputs.bhsd(api.attention(q, k, v, **options)), family
 
 
@@ -313,7 +307,7 @@ def _header(gpu: int) -> dict[str, Any]:
         "gpu": driver().device_name(gpu),
         "driver": _driver_version(gpu),
         "versions": {
-            "flashgen": sys.modules["flashgen"].__version__,
+            "flashgen": VERSION,
             "python": platform.python_version(),
             **versions(),
         },

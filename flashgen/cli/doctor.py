@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from flashgen.cli.options import db_option
 from flashgen.cli.output import FAILED, emit, json_option, table
+from flashgen.settings import VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def doctor(ctx: click.Context, url: str | None, as_json: bool) -> None:
 def _versions() -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
-    yield Finding("versions", "flashgen", sys.modules["flashgen"].__version__)
+    yield Finding("versions", "flashgen", VERSION)
     yield Finding("versions", "python", platform.python_version())
     for name in PACKAGES:
         try:

@@ -38,8 +38,7 @@ from flashgen.runtime.policy import (
     Source,
 )
 from flashgen.settings import MISS_POLICIES
-from flashgen.spec.attention import CallFacts, Workload, length_code
-from flashgen.spec.attention import _number_code as number_code
+from flashgen.spec.attention import CallFacts, Workload, length_code, number_code
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
 from flashgen.spec.target import Target

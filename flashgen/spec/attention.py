@@ -141,7 +141,7 @@ def length_code(length: int) -> int:
     return (length - 1).bit_length() + 1 if length else 0
 
 
-def _number_code(value: float) -> int:
+def number_code(value: float) -> int:
     """Bucket of a numeric parameter: its log2, rounded, with the sign kept apart."""
     if value == 0:
         return 0
@@ -182,7 +182,7 @@ class Workload:
             self.kv_heads,
             length_code(self.q_len),
             length_code(self.k_len),
-            tuple(_number_code(value) for _, value in self.params),
+            tuple(number_code(value) for _, value in self.params),
         )
 
     @property

@@ -2,8 +2,8 @@
 
     python blocked.py BUNDLE
 
-Importing triton, jinja2, sqlalchemy, alembic or optuna raises ImportError, and PATH is empty, so no C compiler
-is found.
+Importing triton, jinja2, sqlalchemy, alembic or optuna raises ImportError, and PATH is empty, so that no C
+compiler is found.
 """
 
 from __future__ import annotations
