@@ -57,21 +57,29 @@ def translate(
 def _not_served(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, enable_gqa: bool
 ) -> str:
-    """Why, whatever the mask, the call is left to torch; empty if it is not."""
-    tensors = (query, key, value)
-    if any(tensor.is_nested or tensor.dim() != 4 for tensor in tensors):
+    """Why, whatever the mask, the call is left to torch; empty if it is not.
+
+    On every call's path, so written out: with generators over the three tensors it took 6 us, not 4.
+    """
+    if (
+        query.is_nested
+        or key.is_nested
+        or value.is_nested
+        or not query.dim() == key.dim() == value.dim() == 4
+    ):
         return "the tensors are not (batch, heads, length, head_dim)"
-    if query.dtype not in DTYPE_NAMES or key.dtype != query.dtype or value.dtype != query.dtype:
+    dtype, device = query.dtype, query.device
+    if dtype not in DTYPE_NAMES or key.dtype is not dtype or value.dtype is not dtype:
         return f"the tensors are not all of one of {', '.join(map(str, DTYPE_NAMES))}"
-    if key.device != query.device or value.device != query.device:
+    if key.device != device or value.device != device:
         return "the tensors are on different devices"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
         return "a gradient is needed, and no kernel gives one yet"
     if dropout_p:
         return f"dropout_p={dropout_p}: no kernel drops weights"
     if scale is not None and not math.isfinite(scale):
         return f"scale={scale} is not finite"
-    q, k, v = (tensor.shape for tensor in tensors)
+    q, k, v = query.shape, key.shape, value.shape
     if q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3]:
         return "batch, heads, lengths or head dims of the tensors differ and may broadcast"
     if q[1] != k[1] and not (enable_gqa and k[1] and q[1] % k[1] == 0):
