@@ -120,3 +120,11 @@ def test_an_old_python_is_refused(tmp_path: Path) -> None:
     assert (
         "no /nowhere on the PATH" in bash(". scripts/setup.sh; setup_venv", code=1, PYTHON="/nowhere").stderr
     )
+
+
+def test_the_steps_leave_no_test_out() -> None:
+    """Together the steps select all that needs no GPU, in whatever folder it lies."""
+    text = (ROOT / "scripts" / "test").read_text()
+    assert '-m "not gpu and not compile"' in text and '-m "compile and not gpu"' in text
+    assert "--ignore" not in text and "--deselect" not in text
+    assert "TRITON_INTERPRET=1" in text and "pytest tests/interp" in text

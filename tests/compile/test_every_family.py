@@ -22,6 +22,7 @@ SOFTCAP = parse_score_mod("softcap(30.0)").rule
 
 CASES = [
     ("nvidia-a100", ALIGNED, AttentionSpec(64, 64, "fp16", parse_mask("causal").rule)),
+    ("nvidia-a10", STRIDED, AttentionSpec(192, 128, "bf16", parse_mask("causal").rule)),
     ("nvidia-h200", ALIGNED, AttentionSpec(128, 128, "bf16", parse_mask("causal").rule, return_lse=True)),
     ("nvidia-h200", STRIDED, AttentionSpec(96, 64, "bf16", parse_mask("sliding_window(7, 3)").rule, SOFTCAP)),
     ("nvidia-rtx4090", ALIGNED, AttentionSpec(64, 64, "fp32")),
