@@ -44,10 +44,12 @@ setup_is_good() { # DIR STAMP
 setup_make() { # DIR OPTIONS...
   local dir=$1
   shift
-  "$dir/bin/python" -c '' 2>/dev/null && return
-  rm -rf "$dir"
+  [ -e "$dir/made" ] && "$dir/bin/python" -c '' 2>/dev/null && return
+  rm -rf "$dir" # also what an interrupted run left: it may lack pip
   setup_say "making $dir with $("$setup_python" -V)"
-  "$setup_python" -m venv "$@" "$dir" || setup_fail "python3 -m venv failed; Debian and Ubuntu have it in the package python3-venv"
+  "$setup_python" -m venv "$@" "$dir" ||
+    setup_fail "python3 -m venv $dir failed, see above; Debian and Ubuntu have venv in the package python3-venv"
+  touch "$dir/made"
 }
 
 # Puts folders on the environment's path, and the command `flashgen` into its bin. The checkout is used as it
@@ -57,7 +59,8 @@ setup_link() { # DIR FOLDER...
   shift
   site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   printf '%s\n' "$@" >"$site/flashgen-checkout.pth"
-  printf '#!%s\nimport sys\n\nfrom flashgen.cli.main import main\n\nsys.exit(main())\n' "$PWD/$dir/bin/python" >"$dir/bin/flashgen"
+  # By sh, since the path of an interpreter line may hold no space.
+  printf '#!/bin/sh\nexec "%s" -c "from flashgen.cli.main import main; main(prog_name='"'flashgen'"')" "$@"\n' "$PWD/$dir/bin/python" >"$dir/bin/flashgen"
   chmod +x "$dir/bin/flashgen"
 }
 

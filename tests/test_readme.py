@@ -23,5 +23,12 @@ def test_example_runs(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_links_lead_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md"):
+        text = (README.parent / name).read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+            assert (README.parent / target).exists(), f"{name} links to {target}"
+
+
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) == 2

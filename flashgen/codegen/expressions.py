@@ -43,51 +43,78 @@ def is_uniform(expr: ex.Expr) -> bool:
     return not ex.free_symbols(expr) & _PER_ELEMENT
 
 
-def _uniform_name(load: ex.Load) -> str:
-    indices = "_".join("".join(c if c.isalnum() else "_" for c in ex.to_text(i)) for i in load.indices)
-    return f"{load.operand}_at_{indices}"
+def argument_name(kind: str, declared: str) -> str:
+    """How the kernel calls a parameter or operand of a rule: `mask_left`, `score_cap`.
+
+    Templates use no name with these beginnings, so a declared name can hide none of theirs. Names made from
+    it have two underscores in a row, which no declared name has.
+    """
+    return f"{kind}_{declared}"
 
 
-def _address(load: ex.Load, indices: tuple[str, ...]) -> str:
-    """Pointer of one element (or a tile of them); the index is widened, since operands may be large."""
-    terms = [
-        f"({text}).to(tl.int64) * {load.operand}_stride_{axis}"
-        if not text.isidentifier()
-        else f"{text}.to(tl.int64) * {load.operand}_stride_{axis}"
-        for axis, text in enumerate(indices)
-    ]
-    return " + ".join([load.operand, *terms])
+def _address(pointer: str, indices: tuple[str, ...]) -> str:
+    """Address of one element (or a tile of them); the index is widened, since operands may be large."""
+    wide = (f"{text if text.isidentifier() else f'({text})'}.to(tl.int64)" for text in indices)
+    return " + ".join([pointer, *(f"{index} * {pointer}__stride_{axis}" for axis, index in enumerate(wide))])
 
 
-def _print_load(load: ex.Load, indices: tuple[str, ...]) -> str:
-    if all(is_uniform(index) for index in load.indices):
-        return _uniform_name(load)
-    symbols = {s for index in load.indices for s in ex.free_symbols(index)}
-    sides = frozenset(s[0] for s in symbols & {"q_idx", "q_pos", "k_idx"})
-    return f"tl.load({_address(load, indices)}, mask={_IN_BOUNDS[sides]}, other=0)"
+@dataclass(frozen=True, slots=True)
+class Printer:
+    """Prints the expressions of one rule as Triton text, over the names the templates define."""
+
+    rule: Rule
+
+    @property
+    def uniform(self) -> tuple[ex.Load, ...]:
+        """Reads that a whole tile shares; they are made once, before the loops."""
+        bounds = (bound for r in ranges_of(self.rule) for bound in _bounds(r))
+        found = (load for e in (self.rule.expr, *bounds) for load in ex.loads(e))
+        return tuple(dict.fromkeys(load for load in found if all(map(is_uniform, load.indices))))
+
+    def __call__(self, expr: ex.Expr) -> str:
+        """The text of an expression."""
+        names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
+        return ex.to_text(expr, ex.Style(names=names, calls=_CALLS, load=self._load))
+
+    def uniform_lines(self) -> tuple[str, ...]:
+        """A line for each read that a whole tile shares."""
+        addresses = {
+            load: _address(self._pointer(load), tuple(map(self, load.indices))) for load in self.uniform
+        }
+        return tuple(f"{self._uniform_name(load)} = tl.load({at})" for load, at in addresses.items())
+
+    def _pointer(self, load: ex.Load) -> str:
+        return argument_name(self.rule.kind, load.operand)
+
+    def _uniform_name(self, load: ex.Load) -> str:
+        same = [each for each in self.uniform if each.operand == load.operand]
+        return (
+            f"{self._pointer(load)}__at_{same.index(load)}"
+            if len(same) > 1
+            else f"{self._pointer(load)}__here"
+        )
+
+    def _load(self, load: ex.Load, indices: tuple[str, ...]) -> str:
+        if all(map(is_uniform, load.indices)):
+            return self._uniform_name(load)
+        symbols = {s for index in load.indices for s in ex.free_symbols(index)}
+        sides = frozenset(s[0] for s in symbols & {"q_idx", "q_pos", "k_idx"})
+        return f"tl.load({_address(self._pointer(load), indices)}, mask={_IN_BOUNDS[sides]}, other=0)"
 
 
-STYLE = ex.Style(calls=_CALLS, load=_print_load)
+def ranges_of(rule: Rule) -> tuple[tiles.Range, ...]:
+    """The key ranges of a mask; a score rule has none."""
+    return tiles.ranges(rule, "k") if rule.kind == "mask" else ()
 
 
-def to_triton(expr: ex.Expr) -> str:
-    """The expression as Triton text, over the names the templates define."""
-    return ex.to_text(expr, STYLE)
+def _bounds(each: tiles.Range) -> tuple[ex.Expr, ...]:
+    return tuple(bound for bound in (each.lo, each.hi, each.full_lo, each.full_hi) if bound is not None)
 
 
 def _helpers(*exprs: ex.Expr | None) -> tuple[str, ...]:
     """Helper functions the printed text calls."""
     used = {node.op for e in exprs if e is not None for node in ex.walk(e) if isinstance(node, ex.Apply)}
     return tuple(sorted(_CALLS[op] for op in used if _CALLS.get(op) in HELPERS))
-
-
-def _uniform_loads(exprs: list[ex.Expr]) -> tuple[str, ...]:
-    """One line for each operand element that a whole tile shares, loaded before the loops."""
-    found = {load: None for e in exprs for load in ex.loads(e) if all(is_uniform(i) for i in load.indices)}
-    return tuple(
-        f"{_uniform_name(load)} = tl.load({_address(load, tuple(to_triton(i) for i in load.indices))})"
-        for load in found
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +157,32 @@ class RenderedScore:
     helpers: tuple[str, ...]
 
 
-def _optional(expr: ex.Expr | None) -> str | None:
-    return None if expr is None else to_triton(expr)
-
-
 def render_mask(rule: Rule) -> RenderedMask:
     """Element mask and key ranges of a rule."""
-    found = tiles.ranges(rule, "k")
-    bounds = [b for r in found for b in (r.lo, r.hi, r.full_lo, r.full_hi) if b is not None]
+    found, text = ranges_of(rule), Printer(rule)
+    bounds = [bound for each in found for bound in _bounds(each)]
     wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
     always = ex.constant(rule.expr) is True
-    keep = "k_idx < k_len" if always else f"({to_triton(rule.expr)}) & (k_idx < k_len)"
+    keep = "k_idx < k_len" if always else f"({text(rule.expr)}) & (k_idx < k_len)"
+
+    def optional(expr: ex.Expr | None) -> str | None:
+        return None if expr is None else text(expr)
+
     return RenderedMask(
         keep=tuple(textwrap.wrap(keep, 88, break_long_words=False, break_on_hyphens=False)),
         ranges=tuple(
             RenderedRange(
                 suffix=f"_{i}" if len(found) > 1 else "",
-                lo=_optional(r.lo),
-                hi=_optional(r.hi),
-                full_lo=_optional(r.full_lo),
-                full_hi=_optional(r.full_hi),
-                has_full=r.has_full,
+                lo=optional(each.lo),
+                hi=optional(each.hi),
+                full_lo=optional(each.full_lo),
+                full_hi=optional(each.full_hi),
+                has_full=each.has_full,
             )
-            for i, r in enumerate(found)
+            for i, each in enumerate(found)
         ),
-        wide_bounds=bool({load.operand for b in bounds for load in ex.loads(b)} & wide),
-        uniform_loads=_uniform_loads([rule.expr, *bounds]),
+        wide_bounds=bool({load.operand for bound in bounds for load in ex.loads(bound)} & wide),
+        uniform_loads=text.uniform_lines(),
         symbols=frozenset().union(*(ex.free_symbols(e) for e in (rule.expr, *bounds))),
         helpers=_helpers(rule.expr, *bounds),
     )
@@ -166,10 +193,11 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
     rule = spec.score_mod
     if rule is None:
         return RenderedScore("", spec.positive_scale, (), frozenset(), ())
+    text = Printer(rule)
     return RenderedScore(
-        to_triton(rule.expr),
-        False,
-        _uniform_loads([rule.expr]),
-        ex.free_symbols(rule.expr),
-        _helpers(rule.expr),
+        text=text(rule.expr),
+        folded=False,
+        uniform_loads=text.uniform_lines(),
+        symbols=ex.free_symbols(rule.expr),
+        helpers=_helpers(rule.expr),
     )

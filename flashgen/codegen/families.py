@@ -27,8 +27,8 @@ class Shared:
 class Family:
     """A kernel template and its search space.
 
-    `supports`, `fits` and `admits` answer with the reason why not, or with empty text. Each constraint
-    stands in one of them and nowhere else: search, dispatcher and tests call these.
+    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text. Each
+    constraint stands in one of them and nowhere else: search, dispatcher and tests call these.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Family:
     dtypes: tuple[str, ...]
     shared_bytes: Callable[[Config, AttentionSpec, Target], Shared]
     """Shared memory a block of the compiled kernel needs."""
-    defaults: tuple[tuple[int, tuple[Value, ...]], ...]
-    """(largest head_dim_v, config) to fall back to, best first; the last ones fit everywhere."""
+    defaults: Callable[[AttentionSpec], tuple[tuple[Value, ...], ...]]
+    """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
 
     def config(self, **values: Value) -> Config:
         """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""
@@ -51,6 +51,17 @@ class Family:
         if extra := values.keys() - dict(self.tunables).keys():
             raise InvalidArgument(f"{self.name} has no tunable {', '.join(sorted(extra))}")
         return Config(self.name, tuple((name, values[name]) for name, _ in self.tunables))
+
+    def owns(self, config: Config) -> str:
+        """Why a config is none of this family; asked before anything else of one that was read."""
+        try:
+            owned = self.config(**config.to_json())
+        except InvalidArgument as error:
+            return str(error)
+        if owned != config:
+            listed = ", ".join(name for name, _ in self.tunables)
+            return f"a config of {config.family} in another form than that of {self.name}: {listed}"
+        return ""
 
     def find(self, name: str) -> Config:
         """The config of a short name such as `m128n64w4s2_tma_heads`."""
@@ -109,15 +120,15 @@ class Family:
             DoesNotFit: none does; the message lists what was tried.
         """
         reasons = []
-        for limit, values in self.defaults:
+        for values in self.defaults(spec):
             config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))
             reason = self.fits(config, spec, target) or self.admits(config, facts)
             most = self.shared_bytes(config, spec, target).most
             if not reason and most > target.shared_per_block:
                 reason = f"{config.name} may need {most / KIB:.0f} KB of shared memory a block"
-            if not reason and spec.head_dim_v <= limit:
+            if not reason:
                 return config
-            reasons.append(reason or f"{config.name} is for values of at most {limit}")
+            reasons.append(reason)
         raise DoesNotFit(f"no default config of {self.name} fits; tried:\n  " + "\n  ".join(reasons))
 
 
@@ -131,7 +142,7 @@ def _all_configs(family: str, tunables: tuple[tuple[str, tuple[Value, ...]], ...
 
 
 def _attention_fwd_shared(config: Config, spec: AttentionSpec, target: Target) -> Shared:
-    """Bounds that hold over 500 recorded compiles (tests/data/compiled_configs.jsonl).
+    """Bounds that hold over 480 recorded compiles (tests/data/compiled_configs.jsonl).
 
     A loop of one stage holds a chunk of K or V at a time. A pipelined one holds `stages - 1` of K and V, and
     with Hopper's asynchronous products (16-bit or TF32, tiles of 64 rows), which read all operands from
@@ -146,6 +157,32 @@ def _attention_fwd_shared(config: Config, spec: AttentionSpec, target: Target) -
     if target.arch == 90 and block_m >= 64 and spec.dtype_label != "fp32":
         return Shared(tile_q + stages * tile_kv, most)
     return Shared((stages - 1) * tile_kv, most)
+
+
+# (largest head dim, block_m, block_n, num_warps, num_stages), best first: 16-bit and TF32 as measured on one
+# H200 (benchmarks/nvidia-h200), and where less shared memory is, smaller tiles. fp32 multiplies on plain
+# FMA units, fully unrolled: larger tiles than these spill kilobytes and take a minute to compile.
+_DEFAULT_TILES = (
+    (64, 64, 128, 4, 2),
+    (128, 128, 64, 4, 2),
+    (256, 128, 64, 8, 2),
+    (256, 64, 64, 4, 2),
+    (256, 64, 32, 4, 2),
+    (256, 32, 32, 4, 1),
+    (256, 16, 32, 4, 1),
+)
+_DEFAULT_TILES_FP32 = ((128, 32, 64, 8, 2), (256, 16, 32, 8, 2), (256, 16, 32, 8, 1))
+
+
+def _attention_fwd_defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
+    fp32 = spec.dtype_label == "fp32"
+    head_dim = max(spec.head_dim, spec.head_dim_v)
+    return tuple(
+        (*tile, loads, "heads")
+        for limit, *tile in (_DEFAULT_TILES_FP32 if fp32 else _DEFAULT_TILES)
+        for loads in (("pointer",) if fp32 else ("tma", "pointer"))
+        if head_dim <= limit
+    )
 
 
 FAMILIES = {
@@ -166,20 +203,7 @@ FAMILIES = {
             min_arch=80,
             dtypes=("fp16", "bf16", "fp32"),
             shared_bytes=_attention_fwd_shared,
-            # Measured on one H200 (benchmarks/nvidia-h200); where less shared memory is, smaller tiles.
-            defaults=tuple(
-                (limit, (block_m, block_n, warps, stages, loads, "heads"))
-                for limit, block_m, block_n, warps, stages in (
-                    (64, 64, 128, 4, 2),
-                    (128, 128, 64, 4, 2),
-                    (256, 128, 64, 8, 2),
-                    (256, 64, 64, 4, 2),
-                    (256, 64, 32, 4, 2),
-                    (256, 32, 32, 4, 1),
-                    (256, 16, 32, 4, 1),
-                )
-                for loads in ("tma", "pointer")
-            ),
+            defaults=_attention_fwd_defaults,
         ),
     )
 }
@@ -191,6 +215,14 @@ def find_family(name: str) -> Family:
         return FAMILIES[name]
     except KeyError:
         raise UnknownName("family", name, FAMILIES) from None
+
+
+def foreign(config: Config) -> str:
+    """Why a config that was read is of no family here, or is none of its family's."""
+    family = FAMILIES.get(config.family)
+    if family is None:
+        return f"family {config.family} does not exist in this version"
+    return family.owns(config)
 
 
 def serving(spec: AttentionSpec, target: Target) -> tuple[Family, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import os
-import tempfile
+import secrets
 import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from flashgen.codegen.abi import Abi, Arg, Grid, environment_names
 from flashgen.codegen.environment import environment, tidy
-from flashgen.codegen.expressions import render_mask, render_score
+from flashgen.codegen.expressions import argument_name, render_mask, render_score
 from flashgen.codegen.families import FAMILIES
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
 from flashgen.spec.config import Config
@@ -151,15 +150,20 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
             continue
         if rule.params:
             kinds = {"i32": "i32", "f32": "fp32"}
-            groups.append(tuple(Arg(name, f"param.{name}", kinds[kind]) for name, kind in rule.params))
+            groups.append(
+                tuple(
+                    Arg(argument_name(rule.kind, name), f"param.{name}", kinds[kind])
+                    for name, kind in rule.params
+                )
+            )
         for operand in rule.operands:
             source = f"operand.{operand.name}"
-            pointer = Arg(operand.name, source, TRITON_TYPES[operand.dtype])
+            name = argument_name(rule.kind, operand.name)
             strides = (
-                Arg(f"{operand.name}_stride_{axis}", f"{source}.stride.{axis}", "i32")
+                Arg(f"{name}__stride_{axis}", f"{source}.stride.{axis}", "i32")
                 for axis in range(operand.rank)
             )
-            groups.append((pointer, *strides))
+            groups.append((Arg(name, source, TRITON_TYPES[operand.dtype]), *strides))
     return tuple(groups)
 
 
@@ -233,18 +237,22 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
 
 
 def write(source: KernelSource, folder: Path) -> Path:
-    """Writes the source as `<name>-<hash>.py` in `folder` and returns its path.
-
-    Complete or absent, whoever else writes it at the same time; an equal file is left alone, so that
-    Triton's own cache, which looks at the file's content, keeps hitting.
-    """
+    """Writes the source as `<name>-<hash>.py` in `folder`, unless it is there, and returns its path."""
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:12]
     path = folder / f"{source.name}-{digest}.py"
     if path.exists() and path.read_text() == source.text:
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(source.text)
-    Path(temporary).replace(path)
+    write_whole(path, source.text.encode())
     return path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file: complete or absent, whoever else writes it at the same time, and nothing beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

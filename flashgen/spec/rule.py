@@ -159,10 +159,11 @@ def _check_declarations(rule: Rule) -> None:
         reserved = (
             name in ex.SYMBOLS or name in ex.TILE_SYMBOLS or name in ex.FUNCTIONS or keyword.iskeyword(name)
         )
-        if reserved or not _NAME.fullmatch(name) or len(name) > MAX_NAME or names.count(name) > 1:
+        misshapen = not _NAME.fullmatch(name) or "__" in name or len(name) > MAX_NAME
+        if reserved or misshapen or names.count(name) > 1:
             raise InvalidArgument(
-                f"{name!r} cannot be declared: a name is lower-case letters, digits and underscores, occurs "
-                "once, and is no symbol, function or keyword; choose another"
+                f"{name!r} cannot be declared: a name is lower-case letters, digits and single underscores, "
+                "occurs once, and is no symbol, function or keyword; choose another"
             )
     for kind, used in (("parameter", ex.params(rule.expr)), ("operand", _operand_names(rule.expr))):
         declared = [name for name, _ in rule.params] if kind == "parameter" else names[len(rule.params) :]

@@ -60,7 +60,7 @@ def test_c15_a_default_fits_every_spec_on_every_target(target) -> None:  # type:
 
 def test_c15_refusal_lists_what_was_tried() -> None:
     tiny = replace(H200, shared_per_block=4 * 1024)
-    with pytest.raises(DoesNotFit, match=r"tried:\n.*m64n128w4s2_tma_heads needs at least 144 KB"):
+    with pytest.raises(DoesNotFit, match=r"tried:\n.*m128n64w4s2_tma_heads needs at least 96 KB"):
         FAMILY.default(SPEC, tiny, CallFacts())
 
 

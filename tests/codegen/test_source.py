@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 from pathlib import Path
 
@@ -128,7 +129,21 @@ def test_c17_the_cap_is_a_runtime_argument() -> None:
     """Another cap is another argument, not another kernel, so no stale kernel can serve it."""
     specs = [AttentionSpec(64, 64, "bf16", score_mod=score_mods.softcap(cap).rule) for cap in (15.0, 30.0)]
     assert specs[0] == specs[1]
-    assert "cap" in [a.name for a in source(specs[0], "m64n64w4s2_tma_heads").abi(CallFacts()).args]
+    assert "score_cap" in [a.name for a in source(specs[0], "m64n64w4s2_tma_heads").abi(CallFacts()).args]
+
+
+def test_c34_a_full_disk_leaves_nothing_beside_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: object, *_: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for method in ("write_bytes", "replace"):
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr(Path, method, full)
+            write(SAMPLES["causal"], tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_c27_the_hash_is_of_content_not_of_place(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
     V,
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     heads, heads_per_kv, q_len, k_len, scale,
-    key_lengths, key_lengths_stride_0,
+    mask_key_lengths, mask_key_lengths__stride_0,
 ):
     # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
     # they see the most keys, and the longest programs should not start last.
@@ -37,16 +37,16 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
     dims = tl.arange(0, 64)
     q = Q.load([batch, head, start_m, 0]).reshape(BLOCK_M, 64)
 
-    key_lengths_at_batch = tl.load(key_lengths + batch.to(tl.int64) * key_lengths_stride_0)
+    mask_key_lengths__here = tl.load(mask_key_lengths + batch.to(tl.int64) * mask_key_lengths__stride_0)
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
     # Keys to visit; those in [full_lo, full_hi) are kept by every row and need no element mask.
     lo = 0
-    hi = tl.minimum(tl.minimum(last + k_len - q_len + 1, key_lengths_at_batch), k_len)
+    hi = tl.minimum(tl.minimum(last + k_len - q_len + 1, mask_key_lengths__here), k_len)
     full_lo = lo
-    full_hi = tl.maximum(tl.minimum(tl.minimum(first + k_len - q_len + 1, key_lengths_at_batch), k_len), 0) // BLOCK_N * BLOCK_N
+    full_hi = tl.maximum(tl.minimum(tl.minimum(first + k_len - q_len + 1, mask_key_lengths__here), k_len), 0) // BLOCK_N * BLOCK_N
     full_hi = tl.maximum(full_hi, full_lo)
 
     scale_log2 = scale * LOG2E
@@ -71,7 +71,7 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
         k_idx = cols[None, :]
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
-        keep = ((q_pos >= k_idx) & (k_idx < key_lengths_at_batch)) & (k_idx < k_len)
+        keep = ((q_pos >= k_idx) & (k_idx < mask_key_lengths__here)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

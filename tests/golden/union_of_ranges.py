@@ -22,7 +22,7 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
     V,
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     heads, heads_per_kv, q_len, k_len, scale,
-    left, right, left_1, right_1,
+    mask_left, mask_right, mask_left_1, mask_right_1,
 ):
     # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
     # they see the most keys, and the longest programs should not start last.
@@ -44,18 +44,18 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
 
     # Keys to visit; those in [full_lo, full_hi) are kept by every row and need no element mask.
     lo_0 = 0
-    hi_0 = tl.minimum(last + k_len - q_len - left_1, k_len)
+    hi_0 = tl.minimum(last + k_len - q_len - mask_left_1, k_len)
     full_lo_0 = lo_0
-    full_hi_0 = tl.maximum(tl.minimum(first + k_len - q_len - left_1, k_len), 0) // BLOCK_N * BLOCK_N
+    full_hi_0 = tl.maximum(tl.minimum(first + k_len - q_len - mask_left_1, k_len), 0) // BLOCK_N * BLOCK_N
     full_hi_0 = tl.maximum(full_hi_0, full_lo_0)
-    lo_1 = tl.minimum(tl.maximum(first + k_len - q_len - left, 0), k_len) // BLOCK_N * BLOCK_N
-    hi_1 = tl.minimum(last + k_len - q_len + right + 1, k_len)
-    full_lo_1 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - left, lo_1), k_len), BLOCK_N) * BLOCK_N
-    full_hi_1 = tl.maximum(tl.minimum(first + k_len - q_len + right + 1, k_len), 0) // BLOCK_N * BLOCK_N
+    lo_1 = tl.minimum(tl.maximum(first + k_len - q_len - mask_left, 0), k_len) // BLOCK_N * BLOCK_N
+    hi_1 = tl.minimum(last + k_len - q_len + mask_right + 1, k_len)
+    full_lo_1 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - mask_left, lo_1), k_len), BLOCK_N) * BLOCK_N
+    full_hi_1 = tl.maximum(tl.minimum(first + k_len - q_len + mask_right + 1, k_len), 0) // BLOCK_N * BLOCK_N
     full_hi_1 = tl.maximum(full_hi_1, full_lo_1)
-    lo_2 = tl.minimum(tl.maximum(first + k_len - q_len + right_1 + 1, 0), k_len) // BLOCK_N * BLOCK_N
+    lo_2 = tl.minimum(tl.maximum(first + k_len - q_len + mask_right_1 + 1, 0), k_len) // BLOCK_N * BLOCK_N
     hi_2 = k_len
-    full_lo_2 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len + right_1 + 1, lo_2), k_len), BLOCK_N) * BLOCK_N
+    full_lo_2 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len + mask_right_1 + 1, lo_2), k_len), BLOCK_N) * BLOCK_N
     full_hi_2 = k_len // BLOCK_N * BLOCK_N
     full_hi_2 = tl.maximum(full_hi_2, full_lo_2)
     swap = lo_1 < lo_0
@@ -93,8 +93,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
@@ -125,8 +125,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
@@ -144,8 +144,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
@@ -176,8 +176,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
@@ -195,8 +195,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
@@ -227,8 +227,8 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos - k_idx <= left) & (k_idx - q_pos <= right) | ~((q_pos - k_idx <= left_1) &
-            (k_idx - q_pos <= right_1))) & (k_idx < k_len)
+            ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right) | ~((q_pos - k_idx <=
+            mask_left_1) & (k_idx - q_pos <= mask_right_1))) & (k_idx < k_len)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)

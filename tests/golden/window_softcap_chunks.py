@@ -16,7 +16,10 @@ LAUNCH = dict(num_warps=4, num_stages=2)
 
 @triton.jit
 def tanh(x):
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    # By sigmoid it loses all digits near 0; there the series to x^9 is exact to the last bit.
+    x2 = x * x
+    series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
 
 
 @triton.jit
@@ -26,8 +29,8 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
     V, stride_vb, stride_vh, stride_vn, stride_vd,
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     heads, heads_per_kv, q_len, k_len, scale,
-    left, right,
-    cap,
+    mask_left, mask_right,
+    score_cap,
 ):
     # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
     # they see the most keys, and the longest programs should not start last.
@@ -61,10 +64,10 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
     # Keys to visit; those in [full_lo, full_hi) are kept by every row and need no element mask.
-    lo = tl.minimum(tl.maximum(first + k_len - q_len - left, 0), k_len) // BLOCK_N * BLOCK_N
-    hi = tl.minimum(last + k_len - q_len + right + 1, k_len)
-    full_lo = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - left, lo), k_len), BLOCK_N) * BLOCK_N
-    full_hi = tl.maximum(tl.minimum(first + k_len - q_len + right + 1, k_len), 0) // BLOCK_N * BLOCK_N
+    lo = tl.minimum(tl.maximum(first + k_len - q_len - mask_left, 0), k_len) // BLOCK_N * BLOCK_N
+    hi = tl.minimum(last + k_len - q_len + mask_right + 1, k_len)
+    full_lo = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - mask_left, lo), k_len), BLOCK_N) * BLOCK_N
+    full_hi = tl.maximum(tl.minimum(first + k_len - q_len + mask_right + 1, k_len), 0) // BLOCK_N * BLOCK_N
     full_hi = tl.maximum(full_hi, full_lo)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -86,8 +89,8 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
         score = score * scale
-        score = (cap * tanh(score / cap)) * LOG2E
-        keep = ((q_pos - k_idx <= left) & (k_idx - q_pos <= right)) & (k_idx < k_len)
+        score = (score_cap * tanh(score / score_cap)) * LOG2E
+        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -119,7 +122,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
         score = score * scale
-        score = (cap * tanh(score / cap)) * LOG2E
+        score = (score_cap * tanh(score / score_cap)) * LOG2E
         new_max = tl.maximum(row_max, tl.max(score, 1))
         p = tl.exp2(score - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -151,8 +154,8 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
         score = score * scale
-        score = (cap * tanh(score / cap)) * LOG2E
-        keep = ((q_pos - k_idx <= left) & (k_idx - q_pos <= right)) & (k_idx < k_len)
+        score = (score_cap * tanh(score / score_cap)) * LOG2E
+        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

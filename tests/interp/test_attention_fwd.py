@@ -16,6 +16,7 @@ from flashgen.build.reference import attention_reference
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import MASKS, Mask
+from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
 
 CAUSAL = masks.causal()
@@ -266,3 +267,39 @@ def test_neighbours_memory_is_not_read_into_a_result() -> None:
         expected, expected_lse = attention_reference(inputs.q, inputs.k, inputs.v, mask=inputs.mask)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+NAMES = ("start_n", "scale", "rows", "tl", "acc", "keep", "lo", "full_hi", "heads", "row_tiles", "p")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_may_use_the_kernels_own_names(name: str) -> None:
+    """What a rule declares hides nothing of the kernel's, and the other way round."""
+    window = Mask(Rule.parse("mask", f"q_pos - k_idx <= {name} where {name}: i32"), (3,))
+    check(workload(mask=window, q_len=40, k_len=70), f"{SMALL}_pointer_heads")
+    keep = Rule.parse("mask", f"{name}[batch, k_idx] where {name}: i1")
+    check(workload(mask=Mask(keep, (), (None,)), batch=2, q_len=9, k_len=70), f"{SMALL}_tma_heads")
+
+
+def test_reads_of_different_elements_stay_apart() -> None:
+    text = "(k_idx < ends[batch + 2]) & (k_idx >= ends[batch * 2]) where ends: i32"
+    ends = torch.tensor([4, 30, 20, 60], dtype=torch.int32)
+    mask = Mask(Rule.parse("mask", text), (), (ends,))
+    work = workload(mask=mask, batch=2, q_len=20, k_len=70)
+    q, k, v = (torch.randn(2, heads, rows, 16) for heads, rows in ((2, 20), (1, 70), (1, 70)))
+    out, _ = run(Inputs(q, k, v, mask, None, 0.25, "bhsd", "full"), work.spec, f"{SMALL}_pointer_heads")
+    expected, _ = attention_reference(q, k, v, mask=mask, scale=0.25)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 1e4, 1e6, 1e8])
+def test_softcap_is_exact_for_any_cap(cap: float) -> None:
+    """A large cap is nearly the identity: tanh near 0 must keep its digits."""
+    work = workload(64, score_mod=score_mods.softcap(cap), q_len=33, k_len=50)
+    inputs = make_inputs(work, "cpu")
+    out, lse = run(inputs, work.spec, f"{SMALL}_tma_heads")
+    expected, expected_lse = attention_reference(
+        inputs.q, inputs.k, inputs.v, mask=inputs.mask, score_mod=inputs.score_mod, dtype=torch.float64
+    )
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)

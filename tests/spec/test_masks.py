@@ -156,7 +156,7 @@ def test_windows_are_checked():
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("cusal", "known: causal, full, key_padding, sliding_window"),
+        ("cusal", "known: " + ", ".join(sorted(MASKS))),
         ("causal(1, 2)", "causal(align='bottom_right')"),
         ("causal('left')", "'bottom_right' or 'top_left'"),
         ("sliding_window(1)", "sliding_window(left, right)"),

@@ -164,7 +164,8 @@ def test_every_mask_of_the_table(name):
     for mask in MASKS[name].examples():
         for each in (mask, ~mask):
             for _ in range(10):
-                check(each, rng, exact=name != "key_padding" or mask.rule.name == "key_padding")
+                # What ranges cannot solve, such as a remainder, may be called partial where it is full.
+                check(each, rng, exact=all(found.has_full for found in ranges(each.rule, "k")))
 
 
 @pytest.mark.parametrize("text", RULES)
