@@ -6,8 +6,9 @@ The functions of the package that users call stand here. Nothing heavy is import
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -18,10 +19,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.build.precision import autocasted, autocasting
+from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, NotTuned
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import check
+from flashgen.runtime.checks import check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
@@ -30,21 +32,32 @@ from flashgen.settings import SETTINGS, VERSION
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
-from flashgen.spec.record import Record, RecordStore, Versions
+from flashgen.spec.record import Record, Versions
 from flashgen.spec.score_mods import ScoreMod
-from flashgen.spec.target import Target, find_target
+from flashgen.spec.target import TARGETS, Target, find_target
 
 if TYPE_CHECKING:
     from flashgen.bundle.load import Bundle
     from flashgen.measure.compile_pool import CompilePool
     from flashgen.measure.worker import Measurer
+    from flashgen.store.db import TuningDB
+    from flashgen.store.shipped import ShippedRecords
     from flashgen.tune.plan import Plan
     from flashgen.tune.tuner import Progress, TuneResult
+
+MAX_DATABASES = 4
+"""Record databases that are open at a time."""
 
 Workloads = str | os.PathLike[str] | Workload | Iterable[Workload]
 """A suite's name, the path of a model's config.json, or workloads."""
 
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_trace: Callable[[], object] = torch._C._get_tracing_state
+
+
+def _watched() -> bool:
+    """Whether a mode of torch (fake tensors) or torch.jit.trace must see the operator: 0.1 us."""
+    return _dispatch_modes() > 0 or _trace() is not None
 
 
 def _stream_of() -> Callable[[int], int]:
@@ -90,13 +103,16 @@ def attention(
         InvalidArgument: an argument is outside this; nothing was launched.
 
     CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute it.
+    Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
+    if autocasting():
+        q, k, v = autocasted(q, k, v)
     if torch.compiler.is_compiling():
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if _differentiated(q, k, v):
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
         return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse)
-    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _dispatch_modes():
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
+        if _differentiated(q, k, v):
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
         return _serve(q, k, v, mask, score_mod, scale, layout, return_lse)
     return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse)
@@ -117,6 +133,8 @@ def sdpa(
     `is_causal` is aligned top-left, True in a bool mask means attend. What FlashGen has no kernel for (float
     masks, masks that are more than key padding, dropout, gradients) runs in torch; `explain` says why.
     """
+    if autocasting():
+        query, key, value = autocasted(query, key, value)
     mask = translate(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(mask, str):
         return F.scaled_dot_product_attention(
@@ -131,13 +149,23 @@ def _serve(
 ) -> Any:
     """A call that needs no gradient: what eager calls and the operator both end in."""
     if q.is_cuda:
-        return _dispatcher().attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+        try:
+            return _dispatcher().attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+        except RuntimeError:  # which a tensor without strides also gives, when it is asked for them
+            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            raise
     call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
     out, lse = torch_path.empty_result(call) if call.empty else torch_path.reference(call)
     return (out, lse) if return_lse else out
 
 
 _OPERATOR = op.define(_serve)
+
+
+def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call is part of a derivative, backward or forward, or of a transform of `torch.func`."""
+    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return needed or transformed()
 
 
 def _differentiable(*arguments: Any) -> Any:
@@ -148,14 +176,14 @@ def _differentiable(*arguments: Any) -> Any:
 def _unusual(
     q: Any, k: Any, v: Any, mask: Any, score_mod: Any, scale: Any, layout: str, return_lse: bool
 ) -> Any:
-    """A call whose tensors are not plain ones, or that a mode of torch (fake tensors, a trace) watches."""
+    """A call whose tensors are not plain ones, or that a mode of torch (fake tensors) or a trace watches."""
     arguments = (q, k, v, mask, score_mod, scale, layout, return_lse)
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if _differentiated(*tensors):
         return _differentiable(*arguments)
-    if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors) and not _dispatch_modes():
+    if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors) and not _watched():
         return _serve(*arguments)
     return op.traced(_OPERATOR, *arguments)
 
@@ -173,26 +201,63 @@ def _dispatcher() -> Dispatcher:
 
 def _policy(db: str | None = None) -> Policy:
     """The database, then the shipped records, then defaults; bundles are added as they are loaded."""
+    stores: tuple[tuple[str, Callable[[], TuningDB | ShippedRecords]], ...] = (
+        ("database", lambda: _database(SETTINGS.db_url(db))),
+        ("shipped records", _shipped),
+    )
     return Policy(
         sources=[
-            Source("database", lambda: _database(SETTINGS.db_url() if db is None else db), _compile_and_load),
-            Source("shipped records", _shipped, _compile_and_load),
+            Source(label, open, _compile_and_load, marks=_marks(open, _versions_here))
+            for label, open in stores
         ],
         load=_compile_and_load,
     )
 
 
-@lru_cache(maxsize=4)
-def _database(url: str) -> RecordStore:
-    """The record database as dispatching reads it: nothing is made or upgraded."""
-    from flashgen.store.db import TuningDB
-    from flashgen.store.today import current_hash
+def _marks(
+    store: Callable[[], TuningDB | ShippedRecords | Bundle], here: Callable[[], Versions]
+) -> Callable[[Record], tuple[str, ...]]:
+    """See `Source.marks`; `here`: what the store's kernels are compiled and run with."""
 
-    return TuningDB(url, readonly=True, current_hash=current_hash)
+    def marks(record: Record) -> tuple[str, ...]:
+        stale = ("stale, another kernel was measured (flashgen db revalidate)",)
+        return (stale if store().stale(record) else ()) + record.versions.unlike(here())
+
+    return marks
 
 
 @lru_cache(maxsize=1)
-def _shipped() -> RecordStore:
+def _versions_here() -> Versions:
+    """This process's; what is not installed is empty."""
+    from flashgen.build.driver import driver_version
+
+    found = {"triton": "", "driver": ""}
+    with suppress(ImportError):
+        found["triton"] = _versions().triton
+    with suppress(LaunchFailed):
+        found["driver"] = driver_version()
+    return Versions(VERSION, torch=torch.__version__, **found)
+
+
+_databases: dict[str, TuningDB] = {}
+_opening = threading.Lock()
+
+
+def _database(url: str) -> TuningDB:
+    """The record database as dispatching reads it: nothing is made or upgraded. Open until `_forget`."""
+    from flashgen.store.db import TuningDB
+    from flashgen.store.today import current_hash
+
+    with _opening:
+        if url not in _databases:
+            if len(_databases) >= MAX_DATABASES:
+                _databases.pop(next(iter(_databases))).close()
+            _databases[url] = TuningDB(url, readonly=True, current_hash=current_hash)
+        return _databases[url]
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> ShippedRecords:
     from flashgen.store.shipped import ShippedRecords
     from flashgen.store.today import current_hash
 
@@ -225,6 +290,8 @@ def set_policy(on_miss: str) -> None:
 def load_bundle(path: str | os.PathLike[str]) -> Bundle:
     """Verifies a bundle and serves calls from it before anything else.
 
+    Loading a folder again replaces what was loaded from it.
+
     Raises:
         BundleError: it is damaged, of another format, or for another GPU; nothing of it is used.
     """
@@ -240,7 +307,14 @@ def load_bundle(path: str | os.PathLike[str]) -> Bundle:
             return None
         return bundle.fallback(request.workload.spec, request.facts)
 
-    _dispatcher().add_bundle(Source(f"bundle {Path(path).name}", lambda: bundle, kernel, fallback))
+    def here() -> Versions:
+        return replace(_versions_here(), triton=bundle.manifest.versions.triton)
+
+    place = Path(path).resolve()
+    marks = _marks(lambda: bundle, here)
+    _dispatcher().add_bundle(
+        Source(f"bundle {place.name}", lambda: bundle, kernel, fallback, str(place), marks)
+    )
     return bundle
 
 
@@ -270,6 +344,7 @@ def explain(
     Raises:
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
+    q, k, v = autocasted(q, k, v)
     if attn_mask is not None or dropout_p or is_causal or enable_gqa:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse:
             raise InvalidArgument(
@@ -277,13 +352,16 @@ def explain(
                 "(attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if isinstance(translated, str):
+        if isinstance(translated, str) and isinstance(q, Tensor):
             return Explanation.of_torch(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
     call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if transformed():
+        why = "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
+        return explanations.explain_without_kernel(call, why)
+    if _differentiated(q, k, v):
         return explanations.explain_without_kernel(call, "a gradient is needed, and no kernel gives one yet")
     if not q.is_cuda:
         return explanations.explain_without_kernel(
@@ -308,7 +386,7 @@ def explain_workload(
 
     Raises:
         UnknownName: no such target.
-        LaunchFailed: no target was given, and there is no GPU.
+        NoGPU: no target was given, and this machine has none.
     """
     return explanations.explain_workload(
         _policy(db), workload, _target(target), facts or _usual_facts(workload)
@@ -336,7 +414,7 @@ def warmup(what: Workloads, *, device: int = 0) -> tuple[Explanation, ...]:
 
     Raises:
         InvalidArgument: an unknown suite, or a file that is no model's config.
-        LaunchFailed: there is no such GPU.
+        NoGPU: this machine has none.
     """
     return tuple(
         _dispatcher().warm(workload, _usual_facts(workload), device) for workload in workloads_of(what)
@@ -348,7 +426,7 @@ def workloads_of(what: Workloads) -> tuple[Workload, ...]:
 
     Raises:
         UnknownName: no such suite; the known ones are listed.
-        InvalidArgument: a file that is no model's config.
+        InvalidArgument: a file that is no model's config, or something else.
     """
     if isinstance(what, Workload):
         return (what,)
@@ -359,7 +437,13 @@ def workloads_of(what: Workloads) -> tuple[Workload, ...]:
         if not isinstance(what, str) or path.suffix == ".json" or path.exists():
             return workloads_from_hf_config(path)
         return suite_workloads(what)
-    return tuple(what)
+    found = tuple(what) if isinstance(what, Iterable) else (what,)
+    for each in found:
+        if not isinstance(each, Workload):
+            raise InvalidArgument(
+                f"{each!r} is no workload; give a suite's name, the path of a model's config.json, or workloads"
+            )
+    return found
 
 
 def _usual_facts(workload: Workload) -> CallFacts:
@@ -375,7 +459,17 @@ def _target(target: Target | str | None, device: int = 0) -> Target:
         return find_target(target)
     from flashgen.build.device import current_target
 
-    return current_target(device)
+    with _naming_targets():
+        return current_target(device)
+
+
+@contextmanager
+def _naming_targets() -> Iterator[None]:
+    """Adds to the error of a machine without a GPU how to do the same for another machine's."""
+    try:
+        yield
+    except NoGPU as error:
+        raise NoGPU(f"{error}\ntarget=NAME works without one; known: {', '.join(TARGETS)}") from error
 
 
 # Tuning and export
@@ -417,7 +511,7 @@ def tune(
     what: Workloads,
     *,
     target: Target | str | None = None,
-    device: int = 0,
+    device: int | None = None,
     plan: Plan | None = None,
     progress: Callable[[Progress], None] | None = None,
     db: str | None = None,
@@ -428,16 +522,17 @@ def tune(
     Args:
         what: a suite's name, the path of a model's config.json, or workloads.
         target: work offline for this GPU: candidates are compiled and ranked by a model, nothing is
-            measured. None: measure on this machine's GPU.
-        device: index of the GPU to measure on.
+            measured.
+        device: index of the GPU to measure on. Where neither is given, the setting FLASHGEN_TARGET says the
+            target; without it, this machine's first GPU is measured on.
         plan: trials, budget and strategy.
         progress: called after each trial.
         db: the record database, by default the user's.
         jobs: processes that compile, by default one for each core.
 
     Raises:
-        InvalidArgument: an unknown suite or target.
-        LaunchFailed: nothing to measure on.
+        InvalidArgument: an unknown suite or target, or both a target and a device.
+        NoGPU: nothing to measure on.
         StoreError: the database cannot be opened.
     """
     from flashgen.store.db import TuningDB
@@ -445,10 +540,15 @@ def tune(
     from flashgen.tune.tuner import tune as run
 
     workloads = workloads_of(what)
-    offline = _target(target or SETTINGS.target) if target or SETTINGS.target else None
-    url = SETTINGS.db_url() if db is None else db
+    if target is not None and device is not None:
+        raise InvalidArgument(f"{target=} is offline work, {device=} a GPU of this machine: leave out one")
+    if target is None and device is None:
+        target = SETTINGS.target or None
+    offline = None if target is None else _target(target)
     try:
-        with TuningDB(url, current_hash=current_hash) as store, _bench(offline, device, jobs) as bench:
+        with TuningDB(SETTINGS.db_url(db), current_hash=current_hash) as store, ExitStack() as stack:
+            with _naming_targets():
+                bench = stack.enter_context(_bench(offline, device or 0, jobs))
             return run(workloads, store=store, plan=plan, progress=progress, **bench._asdict())
     finally:
         _forget()
@@ -488,27 +588,38 @@ def _tune_one(workload: Workload, device: int) -> None:
     """Tunes what a call missed, in a minute or two."""
     from flashgen.tune.plan import Plan
 
-    result = tune(workload, device=device, plan=Plan(trials=32, budget_s=120.0))
+    # For the GPU that calls are dispatched for, which is not the one they run on where a setting pretends.
+    pretended = SETTINGS.target or None
+    plan = Plan(trials=32, budget_s=120.0)
+    result = tune(workload, target=pretended, device=None if pretended else device, plan=plan)
     if result.problem:
         raise LaunchFailed(result.problem)
 
 
 def export(
-    what: Workloads, out: str | os.PathLike[str], *, target: Target | str | None = None, db: str | None = None
+    what: Workloads,
+    out: str | os.PathLike[str],
+    *,
+    target: Target | str | None = None,
+    db: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Path:
     """Packs the tuned kernels of workloads into a bundle, which runs without compiler and database.
 
     For each workload the best record for aligned calls and the best for any call, compiled with and without
-    the LSE, and for each spec one untuned kernel that serves whatever else may be called.
+    the LSE, and for each spec one untuned kernel that serves whatever else may be called. The kernels
+    are today's: a stale record is exported too, and marked in the manifest, by `verify` and by `explain`.
 
     Args:
         what: a suite's name, the path of a model's config.json, or workloads.
         out: a new or empty folder, or an older bundle, which is replaced.
         target: the GPU to pack for; by default this machine's.
         db: the record database, by default the user's.
+        progress: called after each kernel: how many are compiled, of how many, and its name.
 
     Raises:
-        InvalidArgument: a workload has no record on the target; all such are named.
+        NotTuned: a workload has no record on the target; all such are named.
+        NoGPU: no target was given, and this machine has none.
         CompileFailed: a recorded kernel does not compile any more.
         BundleError: the folder cannot be written.
     """
@@ -519,6 +630,7 @@ def export(
     from flashgen.codegen.source import render
     from flashgen.errors import CompileFailed
     from flashgen.measure.compile_pool import CompilePool
+    from flashgen.store.today import Staleness, current_hash
 
     to, workloads = _target(target), workloads_of(what)
     records: dict[Record, None] = {}
@@ -538,25 +650,27 @@ def export(
                     kinds[spec, family.default(spec, to, facts), facts] = None
     if missing:
         listed = "\n  ".join(missing)
-        raise InvalidArgument(
-            f"no tuned record on {to.describe()} for:\n  {listed}\ntune first: "
-            f"flashgen tune --target {to.name}, or --gpu on such a machine"
-        )
+        raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")
     with CompilePool(to, toolchain()) as pool:
         sources = [(render(spec, config, toolchain()), facts) for spec, config, facts in kinds]
         compiled = [(source, pool.submit(source, facts)) for source, facts in sources]
         kernels = []
-        for source, future in compiled:
+        for number, (source, future) in enumerate(compiled, 1):
             answer = future.result()
             if answer.artifact is None:
                 assert answer.failure is not None
                 raise CompileFailed(f"{source.name}: {answer.failure.reason}")
+            if progress is not None:
+                progress(number, len(compiled), source.name)
             kernels.append(BundledKernel(source.spec, source.config, source.text, answer.artifact))
-    return write_bundle(tuple(records), kernels, Path(out), to, _versions())
+    stale = list(filter(Staleness(current_hash), records))
+    return write_bundle(tuple(records), kernels, Path(out), to, _versions(), stale)
 
 
 def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]:
     """The best record of a workload's own bucket for each admission class; measured before modelled."""
+    from flashgen.codegen.families import foreign
+
     found: dict[str, Record] = {}
     stores = [source.open() for source in _policy(db).sources]
     bucket = workload.bucket()
@@ -564,7 +678,7 @@ def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]
         record
         for store in stores
         for record in store.ranked(workload, target)
-        if record.workload.bucket() == bucket
+        if record.workload.bucket() == bucket and not foreign(record.config)
     ]
     for record in sorted(exact, key=lambda record: record.measurement.source == "model"):
         found.setdefault(record.admission, record)
@@ -580,6 +694,8 @@ def _versions(torch_version: str = "", driver: str = "") -> Versions:
 
 def _forget() -> None:
     """Lets the next calls see new records."""
-    _database.cache_clear()
+    with _opening:
+        while _databases:
+            _databases.popitem()[1].close()
     if _dispatcher.cache_info().currsize:
         _dispatcher().forget()

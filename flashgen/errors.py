@@ -19,7 +19,13 @@ class UnknownName(InvalidArgument):
 
     def __init__(self, kind: str, name: object, known: object) -> None:
         listed = ", ".join(sorted(str(item) for item in known))  # type: ignore[attr-defined]
-        super().__init__(f"unknown {kind} {name!r}; known: {listed}")
+        told = repr(name)
+        told = told if len(told) <= 80 else f"{told[:77]}..."
+        super().__init__(f"unknown {kind} {told}; known: {listed}")
+
+
+class NotTuned(InvalidArgument):
+    """What was asked for needs tuned records, and a workload has none."""
 
 
 class Unsupported(FlashGenError, NotImplementedError):
@@ -34,8 +40,22 @@ class CompileFailed(FlashGenError):
     """The compiler refused a kernel; the message carries its reason."""
 
 
+class CompilerUnavailable(FlashGenError, OSError):
+    """The machine failed the compiler (disk, memory, a missing tool), which says nothing of the kernel."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class LaunchFailed(FlashGenError):
     """The driver refused to load or to launch a kernel."""
+
+    code = 0
+    """The driver's CUresult, where a launch failed by one."""
+
+
+class NoGPU(LaunchFailed):
+    """This machine has no GPU that can be used."""
 
 
 class StoreError(FlashGenError):

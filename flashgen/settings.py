@@ -62,12 +62,19 @@ class Settings:
         """(environment variable, one line of help) for every setting."""
         return [(f.metadata["env"], f.metadata["help"]) for f in fields(Settings)]
 
-    def db_url(self) -> str:
-        """The SQLAlchemy URL of the record database."""
-        if "://" in self.db:
-            return self.db
-        path = Path(self.db).expanduser() if self.db else _user_dir("data") / "tuning.db"
-        return f"sqlite:///{path}"
+    def db_url(self, given: str | None = None) -> str:
+        """Path or URL of the record database: the one given, else the setting, else the user's own.
+
+        A path stays a path: in a URL a question mark or a percent sign would mean something else.
+
+        Raises:
+            InvalidArgument: the one given is empty, which would be a database in memory.
+        """
+        if given is not None and not given.strip():
+            raise InvalidArgument(
+                f"db={given!r} names no database; give a path or a URL, or leave it out for {self.db_url()}"
+            )
+        return given or self.db or str(_user_dir("data") / "tuning.db")
 
     def cache_dir(self) -> Path:
         """Where rendered sources and compiled kernels are kept; it may not exist or be writable."""

@@ -195,6 +195,7 @@ def main() -> None:
     print(f"\n== summary ({time.perf_counter() - started:.0f} s)")
     for title, told, seconds in summary:
         print(f"{title:<42}{seconds:5.0f} s   {told}")
+    print("\nnow try: source .venv/bin/activate; flashgen --help")
 
 
 if __name__ == "__main__":

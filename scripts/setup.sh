@@ -64,7 +64,14 @@ setup_link() { # DIR FOLDER...
   chmod +x "$dir/bin/flashgen"
 }
 
-setup_pip() { "$venv_python" -m pip --disable-pip-version-check install -qq "$@"; }
+setup_pip() { # ARGUMENTS...: one line for each package, so that minutes are not silent
+  "$venv_python" -m pip --disable-pip-version-check install "$@" | while IFS= read -r line; do
+    case $line in
+    Collecting*) setup_say "  fetching ${line#Collecting }" ;;
+    "Installing collected packages:"*) setup_say "  unpacking all of them" ;;
+    esac
+  done
+}
 
 setup_venv() {
   setup_base

@@ -7,14 +7,15 @@ very cubin that will run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,8 @@ from typing import Any
 
 from flashgen.build.artifact import Artifact
 from flashgen.codegen.abi import Abi, DescriptorFacts
-from flashgen.codegen.source import KernelSource, Toolchain, write
-from flashgen.errors import CompileFailed, DoesNotFit
+from flashgen.codegen.source import KernelSource, Toolchain, write, write_whole
+from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
 from flashgen.settings import SETTINGS
 from flashgen.spec.attention import CallFacts
 from flashgen.spec.target import KIB, Target
@@ -31,6 +32,14 @@ from flashgen.spec.target import KIB, Target
 # Triton's numbering of element types on the device differs from the driver's from 8 (fp64) on.
 _DRIVER_ELEMENT_TYPE = {8: 10, 9: 8, 10: 9}
 _FORMAT = 1  # of the cached artifacts
+# What a compiler's message says when the machine failed it and the kernel is not to blame.
+_MACHINE_SAYS = {
+    "No space left on device": errno.ENOSPC,
+    "Cannot find ptxas": errno.ENOENT,
+    "Memory allocation failure": errno.ENOMEM,
+    "failed with error code -9": errno.ENOMEM,  # killed, as the system does when memory runs out
+}
+_TOOL_TIMEOUT_S = 60.0
 
 
 @lru_cache(maxsize=1)
@@ -62,10 +71,11 @@ def compile_kernel(
 
     Args:
         cache: folder of rendered sources and artifacts; the user's own by default. One that cannot be
-            written to only costs the compile each time.
+            written to, as Triton's own (`~/.triton`), only costs the compile each time.
 
     Raises:
         CompileFailed: triton or ptxas refused it; the message is theirs.
+        CompilerUnavailable: the machine failed the compiler; says nothing of the kernel.
         DoesNotFit: it needs more shared memory than a block of the target has.
     """
     cache = cache or SETTINGS.cache_dir()
@@ -73,7 +83,7 @@ def compile_kernel(
     key = artifact_key(source, abi, target)
     stored = _read(cache / "artifacts", key)
     if stored is None:
-        stored = _compile(source, abi, target, cache)
+        stored = _compile_somewhere(source, abi, target, cache / "kernels")
         _write(cache / "artifacts", key, stored)
     if stored.shared_bytes > target.shared_per_block:
         raise DoesNotFit(
@@ -89,15 +99,47 @@ def artifact_key(source: KernelSource, abi: Abi, target: Target) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def _compile(source: KernelSource, abi: Abi, target: Target, cache: Path) -> Artifact:
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that goes away, with Triton's cache in it: meanwhile all of this process compiles there."""
+    from triton import knobs
+
+    with (
+        tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True) as folder,
+        knobs.cache.scope(),
+    ):
+        knobs.cache.dir = folder
+        yield Path(folder)
+
+
+def _compile_somewhere(source: KernelSource, abi: Abi, target: Target, wanted: Path) -> Artifact:
+    """In the wanted folder; in one that goes away if that or Triton's own is full or not for us to write."""
+    try:
+        try:
+            return _compile(source, abi, target, wanted)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise  # no folder has more of it
+        with scratch() as folder:
+            return _compile(source, abi, target, folder)
+    except OSError as error:
+        raise CompilerUnavailable(
+            error.errno or errno.EIO,
+            f"{source.name} cannot be compiled on this machine ({error}); look at `flashgen doctor`, and at "
+            "what is free of its memory and of its temporary folder (TMPDIR)",
+        ) from error
+
+
+def _compile(source: KernelSource, abi: Abi, target: Target, folder: Path) -> Artifact:
     from triton.backends.compiler import GPUTarget
 
-    with _folder(cache / "kernels") as folder:
-        function = getattr(load_module(write(source, folder)), source.name)
-        try:
-            compiled = triton_compile(function, abi, GPUTarget("cuda", target.arch, 32))
-        except Exception as error:  # triton raises many kinds; all mean that there is no kernel
-            raise CompileFailed(f"{source.name} for sm_{target.arch}: {_in_short(error)}") from error
+    function = getattr(load_module(write(source, folder)), source.name)
+    try:
+        compiled = triton_compile(function, abi, GPUTarget("cuda", target.arch, 32))
+    except OSError:
+        raise
+    except Exception as error:  # triton raises many kinds; nearly all mean that there is no kernel
+        raise _failure(error, f"{source.name} for sm_{target.arch}: {_in_short(error)}") from error
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0):
         raise CompileFailed(f"{source.name} wants {metadata.global_scratch_size} B of scratch memory")
@@ -137,6 +179,13 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
     )
 
 
+def _failure(error: Exception, message: str) -> Exception:
+    """Whether the compiler refused a kernel, or the machine failed the compiler."""
+    said = next((number for saying, number in _MACHINE_SAYS.items() if saying in str(error)), None)
+    number = errno.ENOMEM if isinstance(error, MemoryError) else said
+    return CompileFailed(message) if number is None else OSError(number, message)
+
+
 def _in_short(error: Exception) -> str:
     """The first and the last lines of a compiler's message: where it was, and why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
@@ -163,7 +212,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     text = run_binary_tool("cuobjdump", cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise CompileFailed(f"cuobjdump gave no resource usage: {text[:200]!r}")
+        raise OSError(f"cuobjdump gave no resource usage: {text[:200]!r}")
     return int(found[1]), int(found[2])
 
 
@@ -173,36 +222,27 @@ def sass(cubin: bytes) -> str:
 
 
 def run_binary_tool(tool: str, cubin: bytes, *options: str) -> str:
-    """Runs one of the binary tools that ship with triton on a cubin and returns what it prints."""
+    """Runs one of the binary tools that ship with triton on a cubin and returns what it prints.
+
+    Raises:
+        OSError: it is missing, fails or hangs; also of a cubin cut short: ptxas does not notice a full disk.
+    """
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [getattr(knobs.nvidia, tool).path, *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-
-
-class _folder:  # noqa: N801 - reads as a statement
-    """The wanted folder if it can be written to, else a temporary one that goes away."""
-
-    def __init__(self, wanted: Path) -> None:
-        self._wanted = wanted
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> Path:
         try:
-            self._wanted.mkdir(parents=True, exist_ok=True)
-            if os.access(self._wanted, os.W_OK):
-                return self._wanted
-        except OSError:
-            pass
-        self._temporary = tempfile.TemporaryDirectory(prefix="flashgen-")
-        return Path(self._temporary.name)
-
-    def __exit__(self, *_: object) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
+            command = [getattr(knobs.nvidia, tool).path, *options, file.name]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True
+            )
+        except subprocess.CalledProcessError as error:
+            said = (error.stderr or error.stdout).strip()[:200]
+            raise OSError(f"{tool} ended with code {error.returncode}: {said}") from error
+        except (subprocess.TimeoutExpired, RuntimeError) as error:  # triton raises the second: no such tool
+            raise OSError(f"{tool} cannot be used: {error}") from error
+        return done.stdout
 
 
 def _read(folder: Path, key: str) -> Artifact | None:
@@ -217,16 +257,13 @@ def _read(folder: Path, key: str) -> Artifact | None:
 
 def _write(folder: Path, key: str, artifact: Artifact) -> None:
     """Caches an artifact; the description comes last, so that a reader never sees half of one."""
-    contents: list[tuple[str, Callable[[Path], Any]]] = [
-        ("cubin", lambda path: path.write_bytes(artifact.cubin)),
-        ("ptx", lambda path: path.write_text(artifact.ptx)),
-        ("json", lambda path: path.write_text(json.dumps(artifact.to_json()))),
-    ]
+    contents = {
+        "cubin": artifact.cubin,
+        "ptx": artifact.ptx.encode(),
+        "json": json.dumps(artifact.to_json()).encode(),
+    }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for suffix, put in contents:
-            temporary = folder / f"{key}.{os.getpid()}.{suffix}.tmp"
-            put(temporary)
-            temporary.replace(folder / f"{key}.{suffix}")
+        for suffix, content in contents.items():
+            write_whole(folder / f"{key}.{suffix}", content)
     except OSError:
         pass  # a full disk or a read-only folder costs a compile at the next start, nothing else

@@ -16,7 +16,7 @@ from flashgen.build.driver import (
     Driver,
     driver,
 )
-from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU
 from flashgen.settings import SETTINGS
 from flashgen.spec.target import TARGETS, Target, bandwidth_class, find_target
 
@@ -35,7 +35,7 @@ def current_target(index: int = 0) -> Target:
     """The target to tune and dispatch for: `FLASHGEN_TARGET` if set, else the live GPU `index`.
 
     Raises:
-        LaunchFailed: there is no GPU; the message says how to work without one.
+        NoGPU: there is none, and nothing is pretended.
         UnknownName: `FLASHGEN_TARGET` names no target.
     """
     return find_target(SETTINGS.target) if SETTINGS.target else live_target(index)
@@ -46,16 +46,13 @@ def live_target(index: int = 0) -> Target:
     """The GPU `index`, as torch counts them, whatever the settings pretend.
 
     Raises:
-        LaunchFailed: there is no GPU.
+        NoGPU: there is none.
         InvalidArgument: there is none of that index.
     """
     try:
         on = driver()
     except LaunchFailed as error:
-        raise LaunchFailed(
-            f"no GPU here: {error}. Offline, name the GPU to work for: --target NAME or FLASHGEN_TARGET; "
-            f"known: {', '.join(TARGETS)}"
-        ) from error
+        raise NoGPU(f"no GPU here: {error}") from error
     count = on.device_count()
     if not 0 <= index < count:
         raise InvalidArgument(f"GPU {index} does not exist; this process sees {count}, counted from 0")

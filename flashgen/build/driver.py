@@ -17,6 +17,7 @@ from typing import Any
 from flashgen.errors import LaunchFailed
 
 LIBRARY = "libcuda.so.1"
+MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"  # NVML: comes with the driver, as libcuda does
 
 # CUdevice_attribute
 SM_COUNT = 16
@@ -82,8 +83,7 @@ class Driver:
             self._library = ctypes.CDLL(library)
         except OSError as error:
             raise LaunchFailed(
-                f"the CUDA driver cannot be opened ({error}); "
-                "launching needs an NVIDIA GPU with its driver installed, everything offline does not"
+                f"the CUDA driver cannot be opened ({error}): is an NVIDIA driver installed?"
             ) from error
         self._functions: dict[str, Any] = {}
         for name, signature in {**_SIGNATURES, **_OPTIONAL}.items():
@@ -197,3 +197,16 @@ class Driver:
 def driver() -> Driver:
     """The process's driver, opened at the first call; a failure is not remembered."""
     return Driver()
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver, `580.159.04`; where that cannot be asked, the CUDA version it serves."""
+    text = ctypes.create_string_buffer(96)
+    try:
+        nvml = ctypes.CDLL(MANAGEMENT_LIBRARY)
+        if not nvml.nvmlInit_v2():
+            nvml.nvmlSystemGetDriverVersion(text, len(text))
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        pass
+    return text.value.decode() or f"CUDA {driver().version()}"

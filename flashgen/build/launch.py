@@ -101,6 +101,13 @@ def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     return lambda env: tuple(env[i] for i in indices)
 
 
+def _failure(driver: Driver, code: int, function: str, doing: str) -> LaunchFailed:
+    """The error of a launch, with its code: what is to be done depends on it."""
+    error = driver.failure(code, function, doing)
+    error.code = code
+    return error
+
+
 class _Memory:
     """Zeroed memory whose address is a multiple of 128 and never changes."""
 
@@ -240,7 +247,7 @@ class _TensorMaps:
         """The error; some maps are new and some old now, so the next call encodes or copies them all."""
         self._geometry = None
         doing = f"{self._name}: describing {self._descriptors[index].describe(env)}"
-        return self._driver.failure(code, function, doing)
+        return _failure(self._driver, code, function, doing)
 
 
 class Kernel:
@@ -382,8 +389,6 @@ class Kernel:
         artifact = self.artifact
         entry = {name: i for i, name in enumerate(artifact.abi.environment)}
         passed = _passed(artifact)
-        if unknown := {arg.source for arg in passed} - entry.keys():
-            raise LaunchFailed(f"{artifact.name} takes {', '.join(sorted(unknown))}, which no call provides")
         described = [arg for arg in passed if arg.is_descriptor]
         plain = [arg for arg in passed if not arg.is_descriptor]
         shapes_at = TENSOR_MAP_BYTES * len(described)
@@ -439,8 +444,8 @@ class Kernel:
             stream: handle of a CUDA stream of this kernel's GPU; 0 is its default stream.
 
         Raises:
-            InvalidArgument: a value does not fit its argument; nothing was launched.
-            LaunchFailed: the driver refused.
+            InvalidArgument: a value does not fit its argument, or the grid no GPU; nothing was launched.
+            LaunchFailed: the driver refused; `code` says how.
 
         Safe to call from several threads. The GPU need not be the current one.
         """
@@ -470,7 +475,7 @@ class Kernel:
                         self._maps.update(env)
                     code = self._kernel_launch(*self._launch_args)
         if code:
-            raise self._driver.failure(code, "cuLaunchKernelEx", self._launching(blocks))
+            raise _failure(self._driver, code, "cuLaunchKernelEx", self._launching(blocks))
 
     def _launching(self, blocks: int) -> str:
         artifact = self.artifact

@@ -6,7 +6,6 @@ for people; it gives the same values whatever blocks the keys come in.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.build.precision import exact_product, without_autocast
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec.masks import Mask
@@ -33,18 +33,22 @@ def _gather(table: Tensor, *indices: Tensor | int) -> Tensor:
     return table[indices]
 
 
+def on_device(value: Tensor | float, device: torch.device | None) -> Tensor:
+    """A tensor as it is, or a number as a tensor of no dimension.
+
+    Filled on the device: `torch.tensor` would copy from the host, which no capture of a CUDA graph allows.
+    """
+    # A float of no dimension keeps its digits, and takes the dtype of the tensor it meets.
+    dtype = torch.float64 if isinstance(value, float) else None
+    return value if isinstance(value, Tensor) else torch.full((), value, device=device, dtype=dtype)
+
+
 def _on_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function` of tensors, given tensors and numbers."""
 
-    def call(*args: Tensor | int | float) -> Tensor:
+    def call(*args: Tensor | float) -> Tensor:
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
-
-        def tensor(arg: Tensor | int | float) -> Tensor:
-            # A float of no dimension keeps its digits, and takes the dtype of the tensor it meets.
-            dtype = torch.float64 if isinstance(arg, float) else None
-            return arg if isinstance(arg, Tensor) else torch.tensor(arg, device=device, dtype=dtype)
-
-        return function(*map(tensor, args))
+        return function(*(on_device(arg, device) for arg in args))
 
     return call
 
@@ -69,7 +73,7 @@ def evaluate_rule(bound: Bound, env: Mapping[str, Any]) -> Any:
     Raises:
         InvalidArgument: an operand has no tensor.
     """
-    if bound.missing:
+    if any(tensor is None for tensor in bound.tensors):
         missing = ", ".join(operand.name for operand in bound.missing)
         raise InvalidArgument(f"{bound.describe()} has no tensor for {missing}; give it with bind()")
     names = [name for name, _ in bound.rule.params] + [operand.name for operand in bound.rule.operands]
@@ -116,7 +120,7 @@ def attention_reference(
     problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
     keys = slice(0, problem.k_len)
     outputs, lses = [], []
-    with _ieee_matmul():
+    with without_autocast(q.device.type):
         for rows in _chunks(problem):
             scores = problem.scores(rows, keys)
             maximum = _row_maximum(scores)
@@ -185,7 +189,7 @@ class _Problem:
         device = self.q.device
         shape = (batch, kv_heads * group, rows.stop - rows.start, keys.stop - keys.start)
         # The group joins the rows, so that no copy of the keys is made for each head of a group.
-        products: Tensor = self.q[:, :, :, rows].flatten(2, 3) @ self.k[:, :, keys].transpose(2, 3)
+        products = exact_product(self.q[:, :, :, rows].flatten(2, 3), self.k[:, :, keys].transpose(2, 3))
         scores = products.reshape(shape) * self.scale
         head = torch.arange(kv_heads * group, device=device).view(-1, 1, 1)
         env = {
@@ -199,9 +203,9 @@ class _Problem:
         }
         if self.score_mod is not None:
             changed = evaluate_rule(self.score_mod, {**env, "score": scores})
-            scores = torch.as_tensor(changed, dtype=scores.dtype, device=device).expand_as(scores)
+            scores = on_device(changed, device).to(scores.dtype).expand_as(scores)
         if self.mask is not None:
-            keep = torch.as_tensor(evaluate_rule(self.mask, env), device=device)
+            keep = on_device(evaluate_rule(self.mask, env), device)
             return scores.masked_fill(~keep, -math.inf)
         return scores
 
@@ -210,7 +214,7 @@ class _Problem:
         batch, heads, rows, n_keys = weights.shape
         kv_heads, head_dim_v = self.v.shape[1], self.v.shape[3]
         by_group = weights.reshape(batch, kv_heads, heads // kv_heads * rows, n_keys)
-        product: Tensor = by_group @ self.v[:, :, keys]
+        product = exact_product(by_group, self.v[:, :, keys])
         return product.reshape(batch, heads, rows, head_dim_v)
 
 
@@ -238,21 +242,6 @@ def _chunks(problem: _Problem) -> Iterator[slice]:
     # One empty slice for no queries, so that there is something to concatenate.
     for start in range(0, max(1, problem.q_len), step):
         yield slice(start, min(start + step, problem.q_len))
-
-
-@contextlib.contextmanager
-def _ieee_matmul() -> Iterator[None]:
-    """float32 products in float32, even where the process allows TF32 or less."""
-    backends: Any = torch.backends
-    settings = (backends.cuda.matmul, backends.mkldnn.matmul)
-    before = [each.fp32_precision for each in settings]
-    try:
-        for each in settings:
-            each.fp32_precision = "ieee"
-        yield
-    finally:
-        for each, precision in zip(settings, before, strict=True):
-            each.fp32_precision = precision
 
 
 # The recurrence
@@ -302,7 +291,7 @@ def online_attention(
     rows = (q.shape[0], q.shape[1], q.shape[2])
     zeros = q.new_zeros((*rows, 1), dtype=dtype)
     state = OnlineState(zeros - math.inf, zeros, q.new_zeros((*rows, v.shape[3]), dtype=dtype))
-    with _ieee_matmul():
+    with without_autocast(q.device.type):
         for start, stop in itertools.pairwise(edges):
             if start == stop:
                 continue

@@ -5,6 +5,7 @@ Imports neither triton nor jinja2, sqlalchemy or optuna, and needs no C compiler
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -45,6 +46,8 @@ class BundleReport:
     target: str = ""
     """Name and facts of the GPU it is for; empty when the manifest cannot be read."""
     records: int = 0
+    stale: int = 0
+    """How many of the records measured another kernel than the bundle has."""
     kernels: int = 0
     files: int = 0
     bytes: int = 0
@@ -70,11 +73,14 @@ def _verify(path: Path) -> tuple[BundleReport, Manifest | None, dict[str, Artifa
     problems: list[str] = []
     try:
         manifest = parse(_read(path / MANIFEST, MAX_MANIFEST_BYTES).decode("utf-8"))
-    except (BundleError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        return BundleReport(str(path), (f"{MANIFEST} is damaged: not UTF-8 ({error.reason})",)), None, {}
+    except BundleError as error:
         return BundleReport(str(path), (str(error),)), None, {}
     try:
         present = _present(path, problems)
-        problems += [f"{name} is not in {MANIFEST}" for name in sorted(present - manifest.files.keys())]
+        extra = sorted(present - manifest.files.keys())
+        problems += [f"{_shown(name)} is not in {MANIFEST}" for name in extra]
     except OSError as error:
         problems.append(f"the folder cannot be listed: {error}")
     contents: dict[str, bytes] = {}
@@ -98,6 +104,7 @@ def _verify(path: Path) -> tuple[BundleReport, Manifest | None, dict[str, Artifa
         problems=tuple(problems),
         target=manifest.target.describe(),
         records=len(manifest.records),
+        stale=len(manifest.stale),
         kernels=len(manifest.kernels),
         files=len(manifest.files),
         bytes=sum(file.size for file in manifest.files.values()),
@@ -113,7 +120,17 @@ def _artifact(entry: KernelEntry, cubin: bytes, target: Target, problems: list[s
         return None
     if artifact.arch != target.arch:
         problems.append(f"{entry.cubin} is for sm_{artifact.arch}, the bundle for {target.describe()}")
+    if artifact.shared_bytes > target.shared_per_block:
+        problems.append(
+            f"{entry.cubin} needs {artifact.shared_bytes} B of shared memory a block, "
+            f"{target.describe()} has {target.shared_per_block} B"
+        )
     return artifact
+
+
+def _shown(name: str) -> str:
+    """A file's name, which may hold anything, for a message."""
+    return name if name.isprintable() else repr(name)
 
 
 def _present(path: Path, problems: list[str]) -> set[str]:
@@ -124,7 +141,7 @@ def _present(path: Path, problems: list[str]) -> set[str]:
             continue
         if entry.name not in FOLDERS or not entry.is_dir(follow_symlinks=False):
             problems.append(
-                f"{entry.name} is no part of a bundle" + (" (a link)" if entry.is_symlink() else "")
+                f"{_shown(entry.name)} is no part of a bundle" + (" (a link)" if entry.is_symlink() else "")
             )
             continue
         names |= {f"{entry.name}/{file.name}" for file in os.scandir(entry.path)}
@@ -138,21 +155,24 @@ def _read(path: Path, most: int) -> bytes:
         if not stat.S_ISDIR(os.lstat(path.parent).st_mode) and path.name != MANIFEST:
             raise BundleError(f"{path.parent.name} is not a folder of its own: links are refused")
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise BundleError(f"{name} is not a regular file")
+            if status.st_size > most:
+                raise BundleError(f"{name} has {status.st_size} bytes, at most {most} were expected")
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                return file.read(most + 1)
+        finally:
+            os.close(handle)
     except FileNotFoundError:
         missing = (
             "the folder has none: this is not a FlashGen bundle" if name == MANIFEST else "it is missing"
         )
         raise BundleError(f"{name} cannot be read: {missing}") from None
-    except OSError as error:
-        linked = path.is_symlink()
+    except (OSError, ValueError) as error:  # the second: a path with NUL
+        linked = isinstance(error, OSError) and error.errno == errno.ELOOP
         raise BundleError(f"{name} cannot be read: {'links are refused' if linked else error}") from None
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise BundleError(f"{name} is not a regular file")
-        if status.st_size > most:
-            raise BundleError(f"{name} has {status.st_size} bytes, at most {most} were expected")
-        return file.read(most + 1)
 
 
 def _difference(name: str, content: bytes, file: FileEntry) -> str:
@@ -193,7 +213,11 @@ class Bundle:
         if target != self.target:
             return ()
         key = workload.spec.key
-        return rank([r for r in self.manifest.records if r.workload.spec.key == key], workload)
+        return rank([r for r in self.manifest.records if r.workload.spec.key == key], workload, self.stale)
+
+    def stale(self, record: Record) -> bool:
+        """Whether a record measured another kernel than the bundle has: its time is a hint only."""
+        return record in self.manifest.stale
 
     def find(self, spec: AttentionSpec, config: Config | None, facts: CallFacts) -> KernelEntry | None:
         """The kernel of a spec and config that serves a call best; None if there is none.
@@ -258,6 +282,13 @@ def check_target(bundle: Bundle, device_index: int) -> None:
         )
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
+
+
 def load_bundle(path: str | os.PathLike[str], device_index: int | None = None) -> Bundle:
     """Verifies a bundle and opens it.
 
@@ -273,8 +304,10 @@ def load_bundle(path: str | os.PathLike[str], device_index: int | None = None) -
         LaunchFailed: `device_index` was given and there is no GPU.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise BundleError(f"{path} is not a folder; a bundle is the folder that `flashgen export` wrote")
+    if not _is_folder(path):
+        raise BundleError(
+            f"{_shown(str(path))} is not a folder; a bundle is the folder that `flashgen export` wrote"
+        )
     report, manifest, artifacts = _verify(path)
     if manifest is None or not report.ok:
         listed = "\n  ".join(report.problems[:20])

@@ -11,18 +11,26 @@ and nothing in it is ever executed: expressions are parsed, file names must matc
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flashgen.build.artifact import Artifact
-from flashgen.codegen.abi import environment_names
-from flashgen.errors import BundleError
+from flashgen.codegen.abi import Abi, environment_names
+from flashgen.codegen.families import FAMILIES
+from flashgen.errors import BundleError, InvalidArgument
+from flashgen.spec import form
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
-from flashgen.spec.record import Record, Versions
-from flashgen.spec.target import Target
+from flashgen.spec.form import Absent, Each, Flag, ListOf, Maybe, Number, Text
+from flashgen.spec.record import Record, Status, Versions
+from flashgen.spec.target import KIB, Target
+from flashgen.store.jsonl import check_foreign
+
+T = TypeVar("T")
 
 FORMAT = 1
 """Of the manifest. A reader refuses any other."""
@@ -36,7 +44,67 @@ MAX_FILES = 100_000
 _NAME = re.compile(
     r"(kernels/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.py|cubins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.cubin)"
 )
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COUNT = Number()
+_ABI = {
+    "environment": ListOf(Text(), MAX_FILES),
+    "args": ListOf(
+        {
+            "name": Text(),
+            "source": Text(),
+            "type": Text(),
+            "divisor": _COUNT,
+            "constant": Maybe(_COUNT),
+            "offset": _COUNT,
+        },
+        MAX_FILES,
+    ),
+    "grid": {"rule": Text(), "block_m": _COUNT},
+    "num_warps": _COUNT,
+    "num_stages": _COUNT,
+    "facts": {"access": Text(), "tma": Flag(), "wide": Flag()},
+}
+_ARTIFACT = {
+    "name": Text(),
+    "cubin_sha256": Text(),
+    "abi": _ABI,
+    "shared_bytes": _COUNT,
+    "registers": Number(most=255),
+    "spill_bytes": Number(most=512 * KIB),  # local memory of a thread
+    "descriptors": ListOf(
+        {"swizzle": _COUNT, "elem_size": _COUNT, "elem_type": _COUNT, "block": ListOf(_COUNT)}
+    ),
+    "triton": Text(),
+    "arch": _COUNT,
+}
+_BODY = {
+    "target": form.TARGET,
+    "target_key": Text(),
+    "versions": form.VERSIONS,
+    "created_at": Text(),
+    "entries": ListOf(
+        {
+            "spec": Text(3 * form.MAX_EXPRESSION),
+            "bucket": Text(),
+            "record": form.RECORD,
+            "stale": Absent(Flag()),
+            "kernels": ListOf(Text(), MAX_FILES),
+        },
+        MAX_FILES,
+    ),
+    "kernels": ListOf(
+        {
+            "spec": form.SPEC,
+            "family": Text(),
+            "config": form.CONFIG,
+            "source": Text(),
+            "cubin": Text(),
+            "artifact": _ARTIFACT,
+        },
+        MAX_FILES,
+    ),
+    "files": Each({"sha256": Text(), "bytes": Number(least=1, most=MAX_FILE_BYTES)}, MAX_FILES),
+}
+"""The form of a manifest without its first two fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +155,29 @@ class Manifest:
     records: tuple[Record, ...]
     kernels: tuple[KernelEntry, ...]
     files: dict[str, FileEntry]
+    stale: tuple[Record, ...] = ()
+    """Those of `records` that measured another kernel than the bundle has: the templates have changed."""
 
     def kernels_of(self, record: Record) -> tuple[KernelEntry, ...]:
         """The kernels that were compiled for a record's spec (whatever its outputs) and config."""
         key = record.workload.spec.key
         return tuple(k for k in self.kernels if k.config == record.config and k.spec.key == key)
 
+    def shown(self, record: Record) -> dict[str, Any]:
+        """What an entry says besides its record, for people and other programs."""
+        return {
+            "spec": record.workload.spec.key,
+            "bucket": record.workload.bucket().text,
+            "kernels": [kernel.cubin for kernel in self.kernels_of(record)],
+        }
+
     def dumps(self) -> str:
         """The text of `manifest.json`."""
         entries = [
             {
-                "spec": record.workload.spec.key,
-                "bucket": record.workload.bucket().text,
+                **self.shown(record),
                 "record": record.to_json(),
-                "kernels": [kernel.cubin for kernel in self.kernels_of(record)],
+                "stale": record in self.stale,
             }
             for record in self.records
         ]
@@ -144,66 +221,111 @@ def parse(text: str) -> Manifest:
         raise BundleError(f"{MANIFEST} is damaged: not JSON ({error}). Export the bundle again") from None
     if not isinstance(data, dict) or "format" not in data:
         raise BundleError(f"{MANIFEST} names no format: this is not a FlashGen bundle")
-    if data["format"] != FORMAT:
+    if type(data["format"]) is not int or data["format"] != FORMAT:
         raise BundleError(
-            f"{MANIFEST} has format {data['format']!r}; this FlashGen reads format {FORMAT}. "
+            f"{MANIFEST} has format {form.shown(data['format'])}; this FlashGen reads format {FORMAT}. "
             "Use the FlashGen that wrote it, or export again with this one"
         )
     body = {name: value for name, value in data.items() if name not in ("format", "sha256")}
-    if data.get("sha256") != _digest(body):
-        raise BundleError(
-            f"{MANIFEST} is damaged: its contents do not match its sha256. Export the bundle again"
-        )
     try:
-        return _read(body)
+        if data.get("sha256") != _digest(body):
+            raise BundleError(
+                f"{MANIFEST} is damaged: its contents do not match its sha256. Export the bundle again"
+            )
+        return _read(form.checked(body, _BODY, "manifest"))
     except BundleError:
         raise
     except Exception as error:  # each constructor refuses in its own way
+        told = form.plain(form.brief(str(error)))
         raise BundleError(
-            f"{MANIFEST} has contents this FlashGen does not understand ({type(error).__name__}: {error}); "
+            f"{MANIFEST} has contents this FlashGen does not understand ({type(error).__name__}: {told}); "
             f"it was written by FlashGen {_writer(body)}. Export the bundle again with this one"
         ) from error
 
 
 def _read(body: dict[str, Any]) -> Manifest:
+    """The manifest of a body that has the form."""
     files = {name: FileEntry(entry["sha256"], entry["bytes"]) for name, entry in body["files"].items()}
-    for name, file in files.items():
+    for name in files:
         if not _NAME.fullmatch(name):
             raise BundleError(
                 f"{MANIFEST} names the file {name!r}; allowed are kernels/*.py and cubins/*.cubin"
             )
-        if not _SHA256.fullmatch(file.sha256) or not 0 < file.size <= MAX_FILE_BYTES:
-            raise BundleError(
-                f"{MANIFEST} describes {name} wrongly: sha256 {file.sha256!r}, {file.size!r} bytes"
-            )
-    if len(files) > MAX_FILES:
-        raise BundleError(f"{MANIFEST} names {len(files)} files; at most {MAX_FILES} are read")
-    kernels = tuple(_read_kernel(entry) for entry in body["kernels"])
+    target = Target.from_json(body["target"])
+    kernels = _each("kernels", body["kernels"], _read_kernel)
     named = {name for kernel in kernels for name in (kernel.source, kernel.cubin)}
     if different := named ^ files.keys():
-        raise BundleError(f"{MANIFEST} contradicts itself about {', '.join(sorted(different))}")
-    return Manifest(
-        target=Target.from_json(body["target"]),
+        raise BundleError(f"{MANIFEST} contradicts itself about {form.brief(', '.join(sorted(different)))}")
+    records = _each("entries", body["entries"], lambda entry: _read_record(entry, target))
+    manifest = Manifest(
+        target=target,
         versions=Versions(**body["versions"]),
         created_at=body["created_at"],
-        records=tuple(Record.from_json(entry["record"]) for entry in body["entries"]),
+        records=records,
         kernels=kernels,
         files=files,
+        stale=tuple(itertools.compress(records, (entry.get("stale") for entry in body["entries"]))),
     )
+    _agree("target_key", body["target_key"], target.key)
+    for number, (entry, record) in enumerate(zip(body["entries"], records, strict=True)):
+        for name, value in manifest.shown(record).items():
+            _agree(f"entries[{number}].{name}", entry[name], value)
+    return manifest
+
+
+def _each(name: str, entries: list[Any], read: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
+    """All entries of a list, read; an error says which it is about."""
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(read(entry))
+        except Exception as error:
+            raise InvalidArgument(f"manifest.{name}[{number}]: {error}") from error
+    return tuple(found)
+
+
+def _agree(name: str, told: Any, known: Any) -> None:
+    if told != known:
+        rest = form.shown(known)
+        raise InvalidArgument(f"manifest.{name}={form.shown(told)} contradicts the rest, which says {rest}")
+
+
+def _read_record(entry: dict[str, Any], target: Target) -> Record:
+    record = Record.from_json(entry["record"])
+    check_foreign(record)
+    if record.target != target:
+        raise InvalidArgument(
+            f"record.target is {record.target.describe()}, the bundle is for {target.describe()}"
+        )
+    if record.measurement.status is not Status.OK:
+        raise InvalidArgument(
+            f"record.measurement.status={record.measurement.status.value!r}; a bundle has OK records only"
+        )
+    return record
 
 
 def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
     spec = AttentionSpec.from_json(entry["spec"])
+    config = Config.from_json(entry["family"], entry["config"])
+    family = FAMILIES.get(config.family)
+    if family is not None and (reason := family.owns(config)):
+        raise InvalidArgument(f"config: {reason}")
     artifact = entry["artifact"]
-    if tuple(artifact["abi"]["environment"]) != environment_names(spec):
-        raise BundleError(
-            f"{entry['cubin']} expects its call's values in another order than this FlashGen gives them; "
-            "export the bundle again with this FlashGen"
+    abi = Abi.from_json(artifact["abi"])
+    if abi.environment != environment_names(spec):
+        raise InvalidArgument(
+            f"{entry['cubin']} expects its call's values in another order than this FlashGen gives them"
         )
+    if spec.return_lse != any(arg.source == "lse" for arg in abi.args):
+        raise InvalidArgument(f"its arguments do not have what return_lse={spec.return_lse} says")
+    told = {"block_m": abi.grid.block_m, "num_warps": abi.num_warps, "num_stages": abi.num_stages}
+    for name, value in told.items():
+        if dict(config.values).get(name, value) != value:
+            raise InvalidArgument(f"artifact.abi: {name}={value} contradicts the config {config.name}")
     return KernelEntry(
         spec=spec,
-        config=Config.from_json(entry["family"], entry["config"]),
-        facts=CallFacts(**artifact["abi"]["facts"]),
+        config=config,
+        facts=abi.facts,
         source=entry["source"],
         cubin=entry["cubin"],
         artifact=artifact,
@@ -212,7 +334,8 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
 
 def _writer(body: dict[str, Any]) -> str:
     versions = body.get("versions")
-    return str(versions.get("flashgen", "?")) if isinstance(versions, dict) else "?"
+    told = versions.get("flashgen", "?") if isinstance(versions, dict) else "?"
+    return form.brief(form.plain(str(told)), form.MAX_NAME)
 
 
 _ACCESS = ("strided", "unit", "aligned")  # weakest promise first

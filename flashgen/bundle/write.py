@@ -21,7 +21,7 @@ from flashgen.bundle.manifest import (
     Manifest,
     serves_any,
 )
-from flashgen.errors import BundleError, InvalidArgument
+from flashgen.errors import BundleError, FlashGenError, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.record import Record, Status, Versions
 from flashgen.spec.target import Target
@@ -29,6 +29,10 @@ from flashgen.spec.target import Target
 ALIGNED = CallFacts("aligned", tma=True, wide=False)
 ANY_CALL = CallFacts("strided", tma=False, wide=True)
 """A kernel compiled for these facts assumes nothing, and so runs every call of its spec."""
+
+
+_TEMPORARY = ".flashgen-"
+"""How the names of unfinished bundles begin."""
 
 
 def wanted(spec: AttentionSpec, admission: str) -> tuple[tuple[AttentionSpec, CallFacts], ...]:
@@ -48,6 +52,7 @@ def write_bundle(
     out: Path,
     target: Target,
     versions: Versions,
+    stale: Sequence[Record] = (),
 ) -> Path:
     """Writes tuned kernels as a bundle in the folder `out` and returns its path.
 
@@ -56,6 +61,7 @@ def write_bundle(
         kernels: compiled for `target`. One without a record is a fallback.
         out: a new or empty folder, or an older bundle, which is replaced once the new one is complete.
         versions: what rendered and compiled the kernels.
+        stale: those of `records` that measured another kernel than is given here; they are marked.
 
     Raises:
         InvalidArgument: nothing to write, a record that is not OK or of another target, a kernel for
@@ -64,12 +70,12 @@ def write_bundle(
         BundleError: the folder cannot be written; nothing of it is left behind.
     """
     out = Path(out)
-    manifest, contents = _collect(tuple(records), tuple(kernels), target, versions)
-    _check_place(out)
+    manifest, contents = _collect(tuple(records), tuple(kernels), target, versions, tuple(stale))
     folder: Path | None = None
     try:
+        _check_place(out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=_TEMPORARY))
         folder.chmod(0o755)  # mkdtemp's 0700 would keep others from reading the bundle
         for name in FOLDERS:
             (folder / name).mkdir()
@@ -77,8 +83,12 @@ def write_bundle(
             (folder / name).write_bytes(content)
         (folder / MANIFEST).write_text(manifest.dumps(), encoding="utf-8")
         _put_in_place(folder, out)
-    except OSError as error:
-        raise BundleError(f"cannot write the bundle {out}: {error}. Nothing was left behind") from error
+    except FlashGenError:
+        raise
+    except (OSError, ValueError) as error:  # the second: a name with NUL
+        raise BundleError(
+            f"cannot write the bundle {str(out)!r}: {error}. Nothing was left behind"
+        ) from error
     finally:
         if folder is not None and folder.exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -86,7 +96,11 @@ def write_bundle(
 
 
 def _collect(
-    records: tuple[Record, ...], kernels: tuple[BundledKernel, ...], target: Target, versions: Versions
+    records: tuple[Record, ...],
+    kernels: tuple[BundledKernel, ...],
+    target: Target,
+    versions: Versions,
+    stale: tuple[Record, ...],
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the contents of every file, checked."""
     if not kernels:
@@ -127,6 +141,7 @@ def _collect(
         files={
             name: FileEntry(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()
         },
+        stale=stale,
     )
     for record in records:
         if not manifest.kernels_of(record):
@@ -151,6 +166,10 @@ def _kind(facts: CallFacts) -> str:
 
 def _check_place(out: Path) -> None:
     """A folder of somebody's is never replaced."""
+    if out.name in ("", ".."):
+        raise InvalidArgument(
+            f"out={str(out)!r} has no name of its own; give a folder such as bundles/llama3-8b"
+        )
     if not out.exists() and not out.is_symlink():
         return
     if out.is_dir() and not out.is_symlink() and (not any(out.iterdir()) or _is_bundle(out)):
@@ -162,14 +181,15 @@ def _check_place(out: Path) -> None:
 
 
 def _is_bundle(folder: Path) -> bool:
-    """Whether a folder has a manifest of any format and nothing that a bundle does not have."""
-    if {entry.name for entry in folder.iterdir()} - {MANIFEST, *FOLDERS}:
-        return False
+    """Whether a folder has a manifest of any format and every file in it is one that its manifest names."""
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        named = {MANIFEST, *data["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
-    return isinstance(data, dict) and "format" in data and "target_key" in data
+    found = {path: path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    known = all(name in (FOLDERS if path.is_dir() else named) for path, name in found.items())
+    return known and "format" in data and "target_key" in data
 
 
 def _put_in_place(folder: Path, out: Path) -> None:
@@ -177,7 +197,7 @@ def _put_in_place(folder: Path, out: Path) -> None:
     if not out.exists():
         folder.rename(out)
         return
-    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-old-"))
+    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=_TEMPORARY))
     old = out.rename(aside / out.name)
     try:
         folder.rename(out)

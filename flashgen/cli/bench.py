@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli.options import Selection, workload_options
-from flashgen.cli.output import FAILED, console, emit, json_option, table
-from flashgen.errors import FlashGenError, InvalidArgument, UnknownName
+from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
+from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from flashgen.build.inputs import Inputs
     from flashgen.measure.bench import Clock
@@ -98,7 +96,12 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
-    live_target(gpu)  # before anything else: is there such a GPU?
+    try:
+        live_target(gpu)  # before anything else: is there such a GPU?
+    except NoGPU as error:
+        raise NoGPU(
+            f"{error}\nbench measures: run it on a machine with the GPU that you want to know about"
+        ) from error
     header = _header(gpu)
     before = _read(Path(out), header) if out and merge and Path(out).exists() else []
     progress = console(stderr=True)
@@ -117,7 +120,9 @@ def bench(
     emit(data, as_json, lambda page: _show(page, results, names))
     wrong = [result.left_out[OURS] for result in results if OURS in result.left_out]
     if OURS in names and wrong:
-        click.echo(f"flashgen has no row for {len(wrong)} of {len(results)} shapes: {wrong[0]}", err=True)
+        click.echo(
+            f"flashgen has no row for {len(wrong)} of {count(len(results), 'shape')}: {wrong[0]}", err=True
+        )
         ctx.exit(FAILED)
 
 
@@ -300,12 +305,12 @@ def rate(workload: Workload, median_us: float) -> dict[str, float]:
 
 def _header(gpu: int) -> dict[str, Any]:
     """Where and how the rows were made."""
-    from flashgen.build.driver import driver
+    from flashgen.build.driver import driver, driver_version
     from flashgen.measure.peers import versions
 
     return {
         "gpu": driver().device_name(gpu),
-        "driver": _driver_version(gpu),
+        "driver": driver_version(),
         "versions": {
             "flashgen": VERSION,
             "python": platform.python_version(),
@@ -314,18 +319,6 @@ def _header(gpu: int) -> dict[str, Any]:
         "command": shlex.join(["flashgen", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _driver_version(gpu: int) -> str:
-    """Version of the NVIDIA driver, `580.159.03`; where that cannot be asked, the CUDA version it serves."""
-    from flashgen.build.driver import driver
-
-    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return answer.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return f"CUDA {driver().version()}"
 
 
 def _read(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -382,13 +375,13 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 
 def _show(page: Console, results: Sequence[Result], names: Sequence[str]) -> None:
-    page.print(comparison(results, names))
+    comparison(results, names).print(page)
     reasons: dict[tuple[str, str], int] = {}
     for result in results:
         for name, reason in result.left_out.items():
             reasons[name, reason] = reasons.get((name, reason), 0) + 1
-    for (name, reason), count in reasons.items():
-        page.print(f"{name} has no row for {count} of {len(results)} shapes: {reason}", soft_wrap=True)
+    for (name, reason), times in reasons.items():
+        page.print(f"{name} has no row for {times} of {count(len(results), 'shape')}: {reason}")
 
 
 def comparison(results: Sequence[Result], names: Sequence[str]) -> Table:
@@ -397,9 +390,8 @@ def comparison(results: Sequence[Result], names: Sequence[str]) -> Table:
     ours = OURS in names
     ratios = [f">vs {name}" for name in peers] if ours else []
     title = "TFLOP/s (decoding: TB/s of K and V), and FlashGen's speed over each peer's"
-    made = table(
-        title, "workload", "sizes", *(f">{name}" for name in ([OURS] if ours else []) + peers), *ratios
-    )
+    rates = [f">{OURS}", *(f"?>{name}" for name in peers)] if ours else [f">{name}" for name in peers]
+    made = Table(title, "workload", "sizes", *rates, *ratios)
     for result in results:
         mine = _row(result, OURS)
         cells = [_rate(row) for row in ([mine] if ours else []) + [_row(result, name) for name in peers]]

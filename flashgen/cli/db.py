@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flashgen.cli.output import FAILED, Commands, emit, json_option, table
+from flashgen.cli.options import check_kept, db_option
+from flashgen.cli.output import FAILED, Commands, Table, count, emit, json_option
 from flashgen.errors import InvalidArgument, StoreError
+from flashgen.settings import SETTINGS
 from flashgen.spec.record import Status
 from flashgen.spec.target import TARGETS, find_target
 
@@ -46,14 +48,9 @@ def database_option(function: F) -> F:
 
     @functools.wraps(function)
     def command(url: str | None, **options: Any) -> Any:
-        from flashgen.settings import SETTINGS
+        return function(url=SETTINGS.db_url(url), **options)
 
-        return function(url=url or SETTINGS.db_url(), **options)
-
-    option = click.option(
-        "--db", "url", metavar="PATH|URL", help="The record database.  [default: FLASHGEN_DB]"
-    )
-    return option(command)  # type: ignore[return-value]
+    return db_option(command)  # type: ignore[return-value]
 
 
 @db.command("export")
@@ -81,7 +78,9 @@ def export(
     family: str | None,
     as_json: bool,
 ) -> None:
-    """Writes records as lines of JSON, in an order that depends on the records alone.
+    """Writes records as lines of JSON.
+
+    Their order depends on the records alone, so that files can be compared.
 
     \b
     Examples:
@@ -96,7 +95,7 @@ def export(
     from flashgen.store.transfer import export_file, export_records, export_tree
 
     wanted = find_target(target) if target else None
-    with _database(url, readonly=True) as database:
+    with _database(url) as database:
         if not database.persistent:
             raise StoreError(
                 f"there are no records to export: {database.notice or f'{database.where} does not exist'}; "
@@ -119,7 +118,7 @@ def export(
 
     def show(console: Console) -> None:
         for path, lines in files.items():
-            console.print(f"{lines:6} records  {path}", markup=False)
+            console.print(f"{count(lines, 'record'):>14}  {path}")
         if not files:
             console.print("no record matches; nothing was written")
 
@@ -146,7 +145,7 @@ def import_(ctx: click.Context, files: tuple[str, ...], url: str, as_json: bool)
     """
     from flashgen.store.transfer import import_records
 
-    with _database(url) as database:
+    with _database(url, writes=True) as database:
         where = database.where
         reports = {name: import_records(database, sys.stdin if name == "-" else Path(name)) for name in files}
 
@@ -157,8 +156,8 @@ def import_(ctx: click.Context, files: tuple[str, ...], url: str, as_json: bool)
                 markup=False,
             )
             for line, problem in report.bad:
-                console.print(f"  line {line}: {problem}", markup=False)
-        console.print(f"into {where}", markup=False)
+                console.print(f"  line {line}: {problem}")
+        console.print(f"into {where}")
 
     emit({"database": where, "files": {n: r.to_json() for n, r in reports.items()}}, as_json, show)
     if any(report.bad for report in reports.values()):
@@ -170,10 +169,11 @@ def import_(ctx: click.Context, files: tuple[str, ...], url: str, as_json: bool)
 @json_option
 @click.pass_context
 def check(ctx: click.Context, url: str, as_json: bool) -> None:
-    """Examines the database and counts its records, the stale ones too. Changes nothing.
+    """Examines the database and counts records.
 
-    A record is stale when today's template renders another kernel for its config. The records that come with
-    FlashGen are counted beside those of the database. Exit code 1 if the database is damaged.
+    Changes nothing. A record is stale when today's template renders another kernel for its config. The
+    records that come with FlashGen are counted beside those of the database. Exit code 1 if the database is
+    damaged.
 
     \b
     Examples:
@@ -184,10 +184,11 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
     from flashgen.store.today import current_hash
 
     shipped = ShippedRecords(current_hash=current_hash)
-    with _database(url, readonly=True) as database:
+    with _database(url) as database:
         problems = [*([database.notice] if database.notice else []), *database.problems()]
         try:
-            version, records = database.version(), list(database.records())
+            version = database.version() if database.persistent else ""
+            records = list(database.records())
         except StoreError as error:
             problems.append(str(error))
             version, records = "", []
@@ -195,7 +196,7 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
         known = list(shipped.records())
         data: dict[str, Any] = {
             "database": database.where,
-            "exists": database.persistent,
+            "exists": database.persistent or bool(database.notice),
             "schema": version,
             "problems": problems,
             "records": len(records),
@@ -206,18 +207,21 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
 
     def show(console: Console) -> None:
         if not data["exists"]:
-            console.print(f"{data['database']}: no database yet; the first tuning makes it", markup=False)
+            console.print(f"{data['database']}: no database yet; the first tuning makes it")
         else:
-            console.print(f"{data['database']}: schema {version or 'unreadable'}", markup=False)
-        counts = table("records", "gpu", "spec", "status", ">records", ">stale")
+            console.print(f"{data['database']}: schema {version or 'unreadable'}")
+        counts = Table("", "gpu", "spec", "status", ">records", ">stale")
         for row in data["counts"]:
-            counts.add_row(row["target"], row["spec"], row["status"], str(row["records"]), str(row["stale"]))
+            numbers = str(row["records"]), str(row["stale"])
+            counts.add_row(row["gpu"] or row["target"], row["spec"], row["status"], *numbers)
         if records:
-            console.print(counts)
-        console.print(f"{len(records)} records, {len(stale)} stale")
-        console.print(f"shipped with FlashGen: {len(known)} records, {data['shipped']['stale']} stale")
+            counts.print(console)
+        console.print(f"{count(len(records), 'record')}, {len(stale)} stale")
+        console.print(
+            f"shipped with FlashGen: {count(len(known), 'record')}, {data['shipped']['stale']} stale"
+        )
         for problem in problems:
-            console.print(f"problem: {problem}", markup=False)
+            console.print(f"problem: {problem}")
         if not problems:
             console.print("healthy")
 
@@ -239,10 +243,10 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bool) -> None:
-    """Measures stale records again, with today's kernels, on the GPU they are of.
+    """Measures stale records again.
 
-    Old records are kept, as hints. Without that GPU nothing is measured: the stale records are listed, and
-    the exit code is 1.
+    With today's kernels, on the GPU the records are of. Old records are kept, as hints. Without that GPU
+    nothing is measured: the stale records are listed, and the exit code is 1.
 
     \b
     Examples:
@@ -256,7 +260,7 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
 
     target = live_target(gpu) if device_count() else None
     renewed: list[tuple[Record, Record]] = []
-    with _database(url, readonly=target is None) as database:
+    with _database(url, writes=target is not None) as database:
         stale = find_stale(database, current_hash, fastest=fastest)
         here = tuple(record for record in stale.renewable if record.target == target)
         elsewhere = [record for record in stale.renewable if record.target != target]
@@ -281,9 +285,9 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
                 "no GPU here: nothing was measured; run this on a machine with the GPU the records are of"
             )
         for record in elsewhere:
-            console.print(f"stale   {_line(record)}  on {record.target.describe()}", markup=False)
+            console.print(f"stale   {_line(record)}  on {record.target.describe()}")
         for record in stale.gone:
-            console.print(f"gone    {_line(record)}  the config no longer exists", markup=False)
+            console.print(f"gone    {_line(record)}  the config no longer exists")
         console.print(f"{len(renewed)} measured again, {len(elsewhere)} stale, {len(stale.gone)} gone")
 
     emit(data, as_json, show)
@@ -295,7 +299,7 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
 @database_option
 @json_option
 def upgrade(url: str, as_json: bool) -> None:
-    """Makes the database, or brings an older one to today's schema.
+    """Brings the database to today's schema, or makes it.
 
     Opening a database for writing does the same; a copy of an older SQLite file is kept beside it.
 
@@ -304,18 +308,18 @@ def upgrade(url: str, as_json: bool) -> None:
       flashgen db upgrade
       flashgen db upgrade --db postgresql://user@host/flashgen
     """
-    with _database(url) as database:
+    with _database(url, writes=True) as database:
         data = {"database": database.where, "schema": database.version(), "notice": database.notice}
 
     def show(console: Console) -> None:
-        console.print(f"{data['database']}: schema {data['schema']}", markup=False)
+        console.print(f"{data['database']}: schema {data['schema']}")
 
     emit(data, as_json, show)
 
 
 @contextmanager
-def _database(url: str, readonly: bool = False) -> Iterator[TuningDB]:
-    """The database, with its warnings as plain lines on the error output."""
+def _database(url: str, writes: bool = False) -> Iterator[TuningDB]:
+    """The database, to read unless the command `writes`; its warnings are plain lines on the error output."""
     from flashgen.store.db import TuningDB
     from flashgen.store.notices import StoreWarning
     from flashgen.store.today import current_hash
@@ -330,7 +334,9 @@ def _database(url: str, readonly: bool = False) -> Iterator[TuningDB]:
     with warnings.catch_warnings():
         warnings.simplefilter("always", StoreWarning)
         warnings.showwarning = tell
-        with TuningDB(url, readonly=readonly, current_hash=current_hash) as database:
+        with TuningDB(url, readonly=not writes, current_hash=current_hash) as database:
+            if writes:
+                check_kept(database)
             yield database
 
 
@@ -339,15 +345,17 @@ def _counts(records: list[Record], stale: list[Record]) -> list[dict[str, Any]]:
         return (record.target.key, record.workload.spec.key, record.measurement.status.value)
 
     old = Counter(map(key, stale))
+    names = {record.target.key: record.target.name for record in records}
     return [
         {
+            "gpu": names[target],
             "target": target,
             "spec": spec,
             "status": status,
-            "records": count,
+            "records": number,
             "stale": old[target, spec, status],
         }
-        for (target, spec, status), count in sorted(Counter(map(key, records)).items())
+        for (target, spec, status), number in sorted(Counter(map(key, records)).items())
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import db_option
-from flashgen.cli.output import FAILED, emit, json_option, table
-from flashgen.settings import VERSION
+from flashgen.cli.output import FAILED, Table, emit, json_option
+from flashgen.settings import SETTINGS, VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,21 +65,14 @@ def doctor(ctx: click.Context, url: str | None, as_json: bool) -> None:
     broken = [finding for finding in findings if finding.state == ERROR]
 
     def show(out: Console) -> None:
-        from rich.text import Text
-
-        rows = table("", "", "", "", "")
+        rows = Table("", "", "", "", "")
         last = ""
         for f in findings:
-            advice = f"\n{f.advice}" if f.advice else ""
-            rows.add_row(
-                f.section if f.section != last else "",
-                f.name,
-                Text(f.state, COLOURS[f.state]),
-                f"{f.value}{advice}".strip(),
-            )
+            rows.add_row(f.section if f.section != last else "", f.name, f.state, f.value)
+            if f.advice:
+                rows.add_row("", "", "", f.advice)
             last = f.section
-        rows.show_header = False
-        out.print(rows)
+        rows.print(out, COLOURS)
         out.print(f"{len(broken)} broken" if broken else "nothing is broken")
 
     emit({"ok": not broken, "findings": [finding.to_json() for finding in findings]}, as_json, show)
@@ -140,21 +134,24 @@ def _compiler() -> Iterator[Finding]:
 
 def _database(url: str | None) -> Iterator[Finding]:
     from flashgen.errors import FlashGenError
-    from flashgen.settings import SETTINGS
     from flashgen.store.db import TuningDB
     from flashgen.store.today import current_hash
 
     try:
-        with TuningDB(url or SETTINGS.db_url(), readonly=True, current_hash=current_hash) as db:
+        with TuningDB(SETTINGS.db_url(url), readonly=True, current_hash=current_hash) as db:
             yield Finding("database", "where", db.where)
             if not db.persistent and not db.notice:
                 yield Finding("database", "opened", "not there yet: the first tuning makes it", NOTE)
                 return
             if db.notice:
-                yield Finding("database", "opened", db.notice, WARNING)
+                yield Finding("database", "opened", db.notice, WARNING if db.persistent else ERROR)
+            if not db.persistent:
+                return
             problems = db.problems()
             health = "healthy" if not problems else "; ".join(problems[:5])
-            advice = "flashgen db check says more; `db export` saves what can be read" if problems else ""
+            which = "" if url is None else " " + shlex.join(["--db", url])
+            says = f"flashgen db check{which} says more; flashgen db export{which} saves what can be read"
+            advice = says if problems else ""
             yield Finding("database", "health", health, ERROR if problems else OK, advice)
             records = list(db.records())
             yield from _records("database", records, sum(map(db.stale, records)))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import click
 
-from flashgen.cli.options import Selection, db_option, find_device, gpu_options, workload_options
+from flashgen.cli.options import (
+    Selection,
+    db_option,
+    find_device_to_look_at,
+    gpu_options,
+    workload_options,
+)
 from flashgen.cli.output import emit, json_option
 
 
@@ -37,12 +43,13 @@ def explain(
       flashgen explain --head-dim 128 --heads 32 --kv-heads 8 --seq 4096 --mask causal
       flashgen explain --suite llama3-8b --target nvidia-h200
     """
-    from flashgen import api
     from flashgen.spec.attention import CallFacts
 
     workloads = selection.workloads()
-    device = find_device(gpu, target)
+    device = find_device_to_look_at(gpu, target)
+    from flashgen import api  # torch: after what may be misspelt
+
     facts = None if access is None else CallFacts(access, tma=access == "aligned")
     found = [api.explain_workload(w, device.target, facts=facts, db=url) for w in workloads]
     data = {"target": device.target.to_json(), "workloads": [each.to_json() for each in found]}
-    emit(data, as_json, lambda out: out.print("\n\n".join(map(str, found)), soft_wrap=True))
+    emit(data, as_json, lambda out: out.print("\n\n".join(map(str, found))))

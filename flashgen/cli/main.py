@@ -17,6 +17,7 @@ from flashgen.cli.output import Commands
 from flashgen.cli.show import show
 from flashgen.cli.tune import tune
 from flashgen.cli.verify import verify
+from flashgen.settings import VERSION
 
 COMMANDS = (tune, show, explain, bench, export, verify, db, doctor)
 
@@ -27,6 +28,7 @@ Exit codes: 0 done, 1 the work failed, 2 the command line asks for what does not
 
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="flashgen", message="%(prog)s %(version)s")
 def main() -> None:
     """Finds, keeps and ships the fastest exact-attention kernels for your GPU.
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.errors import InvalidArgument, NoGPU, StoreError
+from flashgen.settings import SETTINGS
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import DTYPES, Workload
 from flashgen.spec.target import TARGETS, Target, find_target
+from flashgen.tune.suites import (
+    SUITES,
+    TOKENS,
+    suite_workloads,
+    workloads_from_args,
+    workloads_from_hf_config,
+)
+
+if TYPE_CHECKING:
+    from flashgen.store.db import TuningDB
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_SEQ = 4096
+DEFAULT_TARGET = "nvidia-h200"
+"""What commands that only look work for where there is neither a GPU nor a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +55,19 @@ class Selection:
         """Whether anything was named."""
         return any(getattr(self, f.name) not in (None, ()) for f in fields(self))
 
+    @property
+    def words(self) -> str:
+        """As a command line gives it, to be repeated."""
+        words = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for each in value if isinstance(value, tuple) else () if value is None else (value,):
+                words += [_option(f.name), str(each)]
+        return shlex.join(words)
+
     def _refuse(self, option: str, why: str, *allowed: str) -> None:
         names = [f.name for f in fields(self) if f.name not in allowed]
-        given = ["--" + name.replace("_", "-") for name in names if getattr(self, name) not in (None, ())]
+        given = [_option(name) for name in names if getattr(self, name) not in (None, ())]
         if given:
             raise InvalidArgument(f"{option} {why}: leave out {', '.join(given)}, or leave out {option}")
 
@@ -53,14 +77,12 @@ class Selection:
         Raises:
             InvalidArgument: nothing was, two ways were mixed, or a size or name is not served.
         """
-        from flashgen.tune.suites import SEQUENCES, suite_workloads, workloads_from_hf_config
-
         if self.suite is not None:
             self._refuse("--suite", "names its shapes", "suite")
             return suite_workloads(self.suite)
         if self.model is not None:
             self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
-            return workloads_from_hf_config(self.model, self.seq or SEQUENCES)
+            return workloads_from_hf_config(self.model, self.seq or None)
         if not self:
             raise InvalidArgument(
                 "no workload was named; give --suite NAME, --model path/to/config.json, or sizes such as "
@@ -70,8 +92,6 @@ class Selection:
 
     def explicit(self) -> tuple[Workload, ...]:
         """The workloads of the given sizes; what was not given has the default that `--help` names."""
-        from flashgen.tune.suites import TOKENS, workloads_from_args
-
         if self.seq and self.q_len is not None:
             raise InvalidArgument("--seq and --q-len both set the number of queries: leave out one of them")
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
@@ -94,12 +114,16 @@ class Selection:
         )
 
 
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def _listed(names: Any) -> str:
     return ", ".join(names)
 
 
 _WORKLOAD_OPTIONS = (
-    click.option("--suite", metavar="NAME", help="A named set of workloads."),
+    click.option("--suite", metavar="NAME", help=f"A named set of workloads: {_listed(SUITES)}."),
     click.option(
         "--model",
         metavar="FILE",
@@ -142,9 +166,29 @@ def workload_options(function: F) -> F:
 
 def db_option(function: F) -> F:
     """Adds `--db`, which the command receives as `url`; None means the user's own database."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        SETTINGS.db_url(value)
+        return value
+
     return click.option(
-        "--db", "url", metavar="PATH|URL", help="The record database.  [default: FLASHGEN_DB]"
+        "--db",
+        "url",
+        metavar="PATH|URL",
+        callback=check,
+        help="The record database.  [default: FLASHGEN_DB]",
     )(function)
+
+
+def check_kept(database: TuningDB) -> None:
+    """Asked by every command that writes to a database.
+
+    Raises:
+        StoreError: the database is open, but only in memory or to read.
+    """
+    if database.readonly or not database.persistent:
+        why = database.notice or f"{database.where} is no file"
+        raise StoreError(f"nothing would be kept: {why}; give another --db PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +221,17 @@ def gpu_options(function: F) -> F:
     return function
 
 
-def find_device(gpu: int | None, target: str | None) -> Device:
+def find_device(gpu: int | None, target: str | None, offline: str) -> Device:
     """The GPU that `--gpu` and `--target` name, else the setting FLASHGEN_TARGET, else this machine's first.
+
+    Args:
+        offline: what the command does with `--target`, for the error of a machine without a GPU.
 
     Raises:
         UnknownName: no such target.
         InvalidArgument: both were given, or there is no GPU of that index.
-        LaunchFailed: this machine has no GPU, and no target was named.
+        NoGPU: this machine has none, and no target was named.
     """
-    from flashgen.settings import SETTINGS
-
     if gpu is not None and target is not None:
         raise InvalidArgument("--gpu is a GPU of this machine, --target is offline work: leave out one")
     if target is None and gpu is None:
@@ -195,14 +240,19 @@ def find_device(gpu: int | None, target: str | None) -> Device:
         return Device(find_target(target), None)
     from flashgen.build.device import live_target
 
-    return Device(live_target(gpu or 0), gpu or 0)
-
-
-def find_device_or(default: str, gpu: int | None, target: str | None) -> Device:
-    """As `find_device`, but where nothing is named and there is no GPU, offline work for `default`."""
     try:
-        return find_device(gpu, target)
-    except LaunchFailed:
+        return Device(live_target(gpu or 0), gpu or 0)
+    except NoGPU as error:
+        instead = " in place of --gpu" if gpu is not None else ""
+        raise NoGPU(f"{error}\n{offline}: --target NAME{instead}\nknown: {_listed(TARGETS)}") from error
+
+
+def find_device_to_look_at(gpu: int | None, target: str | None) -> Device:
+    """As `find_device`, but where nothing is named and there is no GPU, `DEFAULT_TARGET`, which is told."""
+    try:
+        return find_device(gpu, target, "look at another GPU")
+    except NoGPU:
         if gpu is not None:
             raise
-        return Device(find_target(default), None)
+    click.echo(f"no GPU here: this is for {DEFAULT_TARGET}; --target NAME chooses another", err=True)
+    return Device(find_target(DEFAULT_TARGET), None)

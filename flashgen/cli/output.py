@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +18,6 @@ from flashgen.errors import FlashGenError, InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,25 +28,46 @@ _JSON = "flashgen.json"
 
 
 class Commands(click.Group):
-    """A group that reports a `FlashGenError` as one message, and as JSON where `--json` was given."""
+    """A group that reports what goes wrong as one message, and as JSON where `--json` was given."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order they were added, which is that of the work."""
         return list(self.commands)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Before anything is parsed: what cannot be parsed is reported as JSON, too.
+        ctx.meta[_JSON] = ctx.meta.get(_JSON, False) or "--json" in args
+        with _reporting(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
+        with _reporting(ctx), _plain_warnings():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _reporting(ctx: click.Context) -> Iterator[None]:
+    """Turns expected errors into click's, and prints them as JSON where `--json` was given."""
+    try:
         try:
-            with _plain_warnings():
-                return super().invoke(ctx)
-        except FlashGenError as error:
-            raise _Reported(error, ctx.meta.get(_JSON, False)) from error
+            yield
         except KeyboardInterrupt:
+            _as_json(ctx, "KeyboardInterrupt", "interrupted")
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             raise  # click ends quietly: the reader of our output has gone
-        except OSError as error:
-            raise _Reported(error, ctx.meta.get(_JSON, False)) from error
+        except (FlashGenError, OSError) as error:
+            raise _Reported(error) from error
+    except click.ClickException as error:
+        kind = error.kind if isinstance(error, _Reported) else type(error).__name__
+        _as_json(ctx, kind, error.format_message())
+        raise
+
+
+def _as_json(ctx: click.Context, kind: str, message: str) -> None:
+    if ctx.parent is None and ctx.meta.get(_JSON):  # the outermost group prints it, once
+        click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
 
 
 @contextmanager
@@ -66,10 +89,9 @@ def _plain_warnings() -> Iterator[None]:
 class _Reported(click.ClickException):
     """An expected error on its way out."""
 
-    def __init__(self, error: Exception, as_json: bool) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.kind = type(error).__name__
-        self.as_json = as_json
         self.code = USAGE if isinstance(error, InvalidArgument) else FAILED
 
     @property
@@ -78,26 +100,22 @@ class _Reported(click.ClickException):
         return self.code
 
     def show(self, file: Any = None) -> None:
-        if self.as_json:
-            click.echo(json.dumps({"error": {"kind": self.kind, "message": self.message}}, indent=2))
-        super().show(file)
+        """On a terminal with lines broken between words; elsewhere as it is, to be searched."""
+        told = f"Error: {self.message}"
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            told = "\n".join(
+                textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+                for line in told.splitlines()
+            )
+        click.echo(told, file=file, err=True)
 
 
 def json_option(function: F) -> F:
     """Adds `--json`, which the command receives as `as_json`."""
-
-    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-        ctx.meta[_JSON] = value
-        return value
-
-    return click.option(
-        "--json",
-        "as_json",
-        is_flag=True,
-        is_eager=True,  # before options that may fail
-        callback=remember,
-        help="Print one JSON document instead of text.",
-    )(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(
+        function
+    )
 
 
 def emit(data: Any, as_json: bool, show: Callable[[Console], None]) -> None:
@@ -109,23 +127,78 @@ def emit(data: Any, as_json: bool, show: Callable[[Console], None]) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """A terminal for tables. Where the output is a file or a pipe, lines are as long as they need to be."""
+    """A terminal that neither cuts nor folds lines, so that names and paths can be copied."""
     from rich.console import Console
 
     # Without markup: `mask[q_pos >= k_idx]` would lose what looks like a tag.
-    made = Console(stderr=stderr, highlight=False, markup=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=200)
-
-
-def table(title: str, *columns: str) -> Table:
-    """An empty table. Columns whose name begins with `>` are aligned to the right."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = 200  # progress in a log
     return made
+
+
+class Table:
+    """Rows under a title, each cell whole.
+
+    A column whose name begins with `>` is aligned to the right. One with `?` before that is left out, the
+    last first, where a terminal is too narrow. Without any names there is no header.
+    """
+
+    GAP = "   "
+
+    def __init__(self, title: str, *columns: str) -> None:
+        self.title = title
+        self._optional = [name.startswith("?") for name in columns]
+        names = [name.removeprefix("?") for name in columns]
+        self._right = [name.startswith(">") for name in names]
+        self.names = [name.removeprefix(">") for name in names]
+        self.rows: list[Sequence[str]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Adds one cell for each column."""
+        self.rows.append(cells)
+
+    def print(self, out: Console, styles: Mapping[str, str] | None = None) -> None:
+        """Prints it, without spaces at the ends of lines; `styles` colours cells by their text."""
+        from rich.text import Text
+
+        shown = self._fitting(out.width if out.is_terminal else math.inf)
+        widths = [self._width(column) for column in shown]
+        if self.title:
+            out.print(self.title)
+        header = [self.names] if any(self.names) else []
+        for number, row in enumerate([*header, *self.rows]):
+            line = Text(" ")
+            for column, width in zip(shown, widths, strict=True):
+                cell = row[column]
+                line.append(
+                    cell.rjust(width) if self._right[column] else cell.ljust(width), (styles or {}).get(cell)
+                )
+                line.append(self.GAP)
+            line.rstrip()
+            out.print(line)
+            if header and not number:
+                out.print(" " + self.GAP.join("─" * width for width in widths))
+        if missing := [name for column, name in enumerate(self.names) if column not in shown]:
+            out.print(f" (too narrow for: {'; '.join(missing)})")
+
+    def _width(self, column: int) -> int:
+        return max(len(row[column]) for row in [self.names, *self.rows])
+
+    def _fitting(self, room: float) -> list[int]:
+        """The columns that are shown."""
+        shown = list(range(len(self.names)))
+        optional = [column for column in shown if self._optional[column]]
+        while (
+            optional and 1 + sum(self._width(each) + len(self.GAP) for each in shown) - len(self.GAP) > room
+        ):
+            shown.remove(optional.pop())
+        return shown
+
+
+def count(number: int, noun: str) -> str:
+    """`1 problem`, `2 problems`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _finite(value: Any) -> Any:

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Selection, db_option, find_device_or, gpu_options, workload_options
-from flashgen.cli.output import emit, json_option, table
+from flashgen.cli.options import (
+    Selection,
+    db_option,
+    find_device_to_look_at,
+    gpu_options,
+    workload_options,
+)
+from flashgen.cli.output import Table, emit, json_option
 from flashgen.errors import InvalidArgument, UnknownName
 
 if TYPE_CHECKING:
@@ -19,9 +25,6 @@ if TYPE_CHECKING:
     from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
     from flashgen.spec.config import Config
     from flashgen.spec.target import Target
-
-DEFAULT_TARGET = "nvidia-h200"
-"""Shown for where there is neither a GPU nor a choice."""
 
 VIEWS = ("source", "ptx", "sass", "usage")
 
@@ -84,7 +87,7 @@ def show(
 
     if arch is not None:
         target = _target_of_arch(arch, gpu, target)
-    device = find_device_or(DEFAULT_TARGET, gpu, target).target
+    device = find_device_to_look_at(gpu, target).target
     workload = (selection.workloads() if selection else selection.explicit())[0]
     workload = dataclasses.replace(workload, spec=dataclasses.replace(workload.spec, return_lse=lse))
     facts = CallFacts(access, tma=access == "aligned")
@@ -134,7 +137,9 @@ class _Shown:
 
             record = best_record(workload, target, facts, db=url)
             if record is not None and (family is None or record.config.family == family):
-                chosen = f"best record, {record.median_us:.1f} us"
+                modelled = record.measurement.source == "model"
+                how = "ranked by a model" if modelled else f"{record.median_us:.1f} us"
+                chosen = f"best record, {how}"
                 return cls(workload.spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":
@@ -202,22 +207,25 @@ class _Shown:
         if view != "usage":
             click.echo(self.text(view).rstrip("\n"))
             return
-        rows = table(f"{self.source.name} on {self.target.describe()}", "", ">")
+        rows = Table(f"{self.source.name} on {self.target.describe()}", "", "")
         for name, value in self.usage().items():
             rows.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
-        out.print(rows)
+        rows.print(out)
 
 
 def _target_of_arch(arch: int, gpu: int | None, target: str | None) -> str:
-    """The first target of the table with that compute capability."""
+    """The first target of the table with that compute capability, which is told."""
     from flashgen.spec.target import TARGETS
 
     if gpu is not None or target is not None:
         raise InvalidArgument("--arch chooses a GPU: leave it out, or leave out --gpu and --target")
-    found = next((t.name for t in TARGETS.values() if t.arch == arch), None)
-    if found is None:
-        raise UnknownName("arch", arch, {t.arch for t in TARGETS.values()})
-    return found
+    found = [name for name, row in TARGETS.items() if row.arch == arch]
+    if not found:
+        raise UnknownName("arch", arch, {row.arch for row in TARGETS.values()})
+    first, *others = found
+    also = f"; --target chooses another of sm_{arch}: {', '.join(others)}" if others else ""
+    click.echo(f"this is for {first}{also}", err=True)
+    return first
 
 
 def _diff(first: str, second: str, first_name: str, second_name: str) -> list[str]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Device, Selection, db_option, find_device, gpu_options, workload_options
-from flashgen.cli.output import FAILED, INTERRUPTED, console, emit, json_option, table
+from flashgen.cli.options import (
+    Device,
+    Selection,
+    check_kept,
+    db_option,
+    find_device,
+    gpu_options,
+    workload_options,
+)
+from flashgen.cli.output import FAILED, INTERRUPTED, Table, console, count, emit, json_option
 from flashgen.errors import InvalidArgument
+from flashgen.settings import SETTINGS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from flashgen.spec.attention import Workload
+    from flashgen.spec.record import Record
     from flashgen.tune.tuner import Progress, Summary, TuneResult
 
 
@@ -50,7 +61,7 @@ def tune(
 
     On this machine's GPU (--gpu) candidates are checked against the reference and timed. For another GPU
     (--target) they are compiled and ranked by a model, which any measurement beats. Ctrl-C keeps what was
-    measured, and the same command goes on from there.
+    found, and the same command goes on from there.
 
     \b
     Examples:
@@ -59,7 +70,7 @@ def tune(
       flashgen tune --gpu --head-dim 128 --heads 32 --kv-heads 8 --seq 4096 --mask causal --dtype bf16
       flashgen tune --target nvidia-h200 --suite ci --trials 8
     """
-    from flashgen import api
+    from flashgen.store.db import TuningDB
     from flashgen.tune.plan import Plan, parse_budget
 
     plan = Plan(
@@ -69,22 +80,31 @@ def tune(
         seed=seed,
     )
     workloads = _workloads(selection, misses)
-    device = find_device(gpu, target)
-    _check_that_records_are_kept(url)
+    device = find_device(gpu, target, "rank candidates by a model, for a GPU that is elsewhere")
+    with TuningDB(SETTINGS.db_url(url)) as database:
+        check_kept(database)
+    from flashgen import api  # torch: after what may be misspelt
+
     with _Page(device, len(workloads)) as page:
         result = api.tune(
             workloads,
             target=device.target if device.index is None else None,
-            device=device.index or 0,
+            device=device.index,
             plan=plan,
             progress=page.update,
             db=url,
             jobs=jobs,
         )
-    emit(result.to_json(), as_json, lambda out: _show(out, result, len(workloads)))
+    data = result.to_json()
+    measured: list[Record | None] = []
+    if device.index is None:
+        measured = [_measured(summary.workload, device, url) for summary in result.summaries]
+        for row, record in zip(data["workloads"], measured, strict=True):
+            row["measured"] = None if record is None else record.to_json()
+    emit(data, as_json, lambda out: _show(out, result, workloads, device.index is None, measured))
     if result.interrupted:
         ctx.exit(INTERRUPTED)
-    if result.problem or any(summary.winner is None for summary in result.summaries) or not result.summaries:
+    if result.problem or sum(summary.winner is not None for summary in result.summaries) < len(workloads):
         ctx.exit(FAILED)
 
 
@@ -103,15 +123,14 @@ def _workloads(selection: Selection, misses: bool) -> tuple[Workload, ...]:
     return found
 
 
-def _check_that_records_are_kept(url: str | None) -> None:
-    """Raises `StoreError` where a database would open, but only in memory or to read."""
-    from flashgen.errors import StoreError
-    from flashgen.settings import SETTINGS
-    from flashgen.store.db import TuningDB
+def _measured(workload: Workload, device: Device, url: str | None) -> Record | None:
+    """The measured record that serves a workload: of the user's database, or shipped."""
+    from flashgen import api
 
-    with TuningDB(url or SETTINGS.db_url()) as db:
-        if db.readonly or not db.persistent:
-            raise StoreError(f"nothing that is measured would be kept: {db.notice}; give another --db PATH")
+    record = api.best_record(workload, device.target, db=url)
+    if record is None or record.measurement.source == "model":
+        return None
+    return record if record.workload.bucket() == workload.bucket() else None
 
 
 class _Page:
@@ -122,10 +141,11 @@ class _Page:
 
         self._console = console(stderr=True)
         how = "offline, ranked by a model" if device.index is None else f"measured on GPU {device.index}"
-        self._console.print(f"tuning {workloads} workloads for {device.target.describe()}, {how}")
+        self._offline = device.index is None
+        self._console.print(f"tuning {count(workloads, 'workload')} for {device.target.describe()}, {how}")
         self._bars: Bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            *([BarColumn(bar_width=24)] if self._console.width > 120 else []),
             MofNCompleteColumn(),
             TextColumn("{task.fields[best]}"),
             TextColumn("{task.fields[left]}"),
@@ -151,7 +171,8 @@ class _Page:
             title = f"{progress.index + 1}/{progress.total} {_short(progress.workload)}"
             self._tasks[key] = self._bars.add_task(title, total=progress.limit, best="", left="")
         best = progress.best
-        told = "" if best is None else f"best {best.median_us:.1f} us {best.config.name}"
+        time = "" if self._offline or best is None else f"{best.median_us:.1f} us "
+        told = "" if best is None else f"best {time}{best.config.name}"
         going = progress.left_s is not None and progress.trial < progress.limit
         left = f"{format_seconds(progress.left_s)} left" if going and progress.left_s is not None else ""
         task = self._tasks[key]
@@ -166,42 +187,82 @@ def _short(workload: Workload) -> str:
     return " ".join([dims, *rules, spec.dtype_label, workload.name])
 
 
-def _show(out: Console, result: TuneResult, wanted: int) -> None:
+def _show(
+    out: Console,
+    result: TuneResult,
+    workloads: Sequence[Workload],
+    offline: bool,
+    measured: Sequence[Record | None],
+) -> None:
     from flashgen.tune.plan import format_seconds
 
     title = f"{result.target.describe()}, {format_seconds(result.seconds)}"
-    columns = (">time, us", ">TFLOP/s", ">vs default", ">trials", "refused, failed", ">took")
-    rows = table(title, "workload", "winner", *columns)
+    # A model's times look like measurements, so nothing but their order is shown.
+    figures = ["?>score"] if offline else [">time, us", "?>vs default", "?>TFLOP/s"]
+    rows = Table(title, "workload", "winner", *figures, "?>trials", "?refused, failed", "?>took")
     for summary in result.summaries:
-        rows.add_row(*_cells(summary), format_seconds(summary.seconds))
-    out.print(rows)
+        cells = [_number(summary.gain, ".2f")]
+        if not offline:
+            time = None if summary.winner is None else summary.winner.median_us
+            gain = "-" if summary.gain is None else f"{summary.gain:.2f}x"
+            cells = [_number(time, ".1f"), gain, _number(summary.tflops, ".3g")]
+        rows.add_row(
+            _short(summary.workload),
+            _winner(summary, result),
+            *cells,
+            *_trials(summary),
+            format_seconds(summary.seconds),
+        )
+    for workload in workloads[len(result.summaries) :]:
+        rows.add_row(_short(workload), _not_reached(result), *["-"] * (len(rows.names) - 2))
+    rows.print(out)
+    if offline:
+        out.print("score: a model's guess of the speed over the default's; a rank, no prediction")
+    out.print("trials: of this run + known from earlier runs, of all configs that fit")
     for summary in result.summaries:
         if summary.problem:
-            out.print(f"{_short(summary.workload)}: {summary.problem}", soft_wrap=True)
-    if any(s.winner is not None and s.winner.measurement.source == "model" for s in result.summaries):
-        out.print("times marked ~ are a model's: they rank configs and predict nothing")
+            out.print(f"{_short(summary.workload)}: {summary.problem}")
+    for record, summary in zip(measured, result.summaries, strict=False):
+        if record is not None:
+            found = f"{record.config.name}, {record.median_us:.1f} us"
+            out.print(f"{_short(summary.workload)}: calls get what was measured: {found}")
+    late = len(workloads) - sum(_tried(summary) for summary in result.summaries)
     if result.problem:
-        out.print(f"ended early: {result.problem}", soft_wrap=True)
+        out.print(f"ended early: {result.problem}")
     elif result.interrupted:
-        out.print("interrupted: all that was measured is stored, the same command goes on from here")
-    elif len(result.summaries) < wanted:
-        left = wanted - len(result.summaries)
-        out.print(f"the time was up before {left} of {wanted} workloads: the same command goes on from here")
+        done = "ranked" if offline else "measured"
+        out.print(f"interrupted: all that was {done} is stored, the same command goes on from here")
+    elif late:
+        out.print(f"the time was up before {late} of {count(len(workloads), 'workload')}: give more --budget")
 
 
-def _cells(summary: Summary) -> list[str]:
-    """One row of the table, but for the time it took."""
-    winner = summary.winner
-    modelled = winner is not None and winner.measurement.source == "model"
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _tried(summary: Summary) -> bool:
+    return bool(summary.trials or summary.resumed or summary.problem)
+
+
+def _winner(summary: Summary, result: TuneResult) -> str:
+    if summary.winner is not None:
+        return summary.winner.config.name
+    if summary.problem:
+        return "none, see below"
+    if _tried(summary):
+        return "none is right"
+    return _not_reached(result)
+
+
+def _not_reached(result: TuneResult) -> str:
+    why = "ended early" if result.problem else "interrupted" if result.interrupted else "budget"
+    return f"not reached ({why})"
+
+
+def _trials(summary: Summary) -> tuple[str, str]:
+    """How many configs were tried, and what became of those that cannot win."""
     failed: dict[str, Any] = {"refused": summary.refused} if summary.refused else {}
-    failed |= {status.lower(): count for status, count in summary.outcomes.items() if status != "OK"}
+    failed |= {status.lower(): times for status, times in summary.outcomes.items() if status != "OK"}
     resumed = f"+{summary.resumed}" if summary.resumed else ""
-    return [
-        _short(summary.workload),
-        "none is right" if winner is None else winner.config.name,
-        "-" if winner is None else f"{'~' if modelled else ''}{winner.median_us:.1f}",
-        "-" if summary.tflops is None else f"{summary.tflops:.3g}",
-        "-" if summary.gain is None else f"{summary.gain:.2f}x",
-        f"{summary.trials}{resumed} of {summary.space}",
-        ", ".join(f"{count} {what}" for what, count in failed.items()),
-    ]
+    tried = f"{summary.trials}{resumed} of {summary.space}"
+    return tried, ", ".join(f"{times} {what}" for what, times in failed.items())

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.output import FAILED, emit, json_option
+from flashgen.cli.output import FAILED, count, emit, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+STALE = (
+    "{} measured another kernel than the bundle has, for the templates have changed since: their "
+    "times are hints. Run flashgen db revalidate on such a GPU, then export again"
+)
 
 
 @click.command()
@@ -32,13 +38,20 @@ def verify(ctx: click.Context, bundle: str, as_json: bool) -> None:
 
     def show(out: Console) -> None:
         for problem in report.problems:
-            out.print(f"damaged  {problem}", style="red", soft_wrap=True)
+            out.print(f"damaged  {problem}", style="red")
         if report.target:
             out.print(f"for      {report.target}")
-        held = f"{report.records} records, {report.kernels} kernels, {report.files} files"
-        out.print(f"holds    {held}, {report.bytes / 1e6:.1f} MB")
-        whole = "every hash is right" if report.ok else f"{len(report.problems)} problems: export it again"
-        out.print(f"verdict  {whole}")
+        held = (
+            count(report.records, "record"),
+            count(report.kernels, "kernel"),
+            count(report.files, "file"),
+            f"{report.bytes / 1e6:.1f} MB",
+        )
+        out.print(f"holds    {', '.join(held)}")
+        if report.stale:
+            out.print(f"stale    {STALE.format(count(report.stale, 'record'))}")
+        damage = f"{count(len(report.problems), 'problem')}: export it again"
+        out.print(f"verdict  {'every hash is right' if report.ok else damage}")
 
     emit(report.to_json(), as_json, show)
     if not report.ok:

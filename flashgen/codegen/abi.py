@@ -7,9 +7,11 @@ it takes, so a launcher is an index table: no kernel has launch code of its own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import AttentionSpec, CallFacts
 
 TENSORS = ("q", "k", "v", "out")
@@ -17,6 +19,38 @@ AXES = ("batch", "head", "row", "dim")
 """Stride order in the environment, whatever the layout of the tensors."""
 
 SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_dim", "head_dim_v")
+
+
+GRID_RULES = ("row_tiles",)
+
+# What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
+_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,1,\d+,\d+\]>"
+_PASSED_AS = {
+    "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
+    r"lse|operand\.\w+": _POINTER,
+    "|".join(SIZES): "i32",
+    "scale": "fp32",
+    r"param\.\w+": "i32|fp32",
+}
+_STRIDE = r"[\w.]+\.stride\.\w+"
+_ALLOCATED = ("out", "lse")  # by FlashGen: aligned whatever the call is
+_RANGES = {
+    "grid.block_m": (1, 1024),
+    "num_warps": (1, 32),
+    "num_stages": (1, 64),
+    "divisor": (1, 16),
+    "offset": (0, 1024),
+    "swizzle": (0, 3),
+    "elem_size": (1, 8),
+    "elem_type": (0, 15),
+    "block": (1, 256),  # of a tensor map, along each axis
+}
+
+
+def _check_range(name: str, value: int) -> None:
+    least, most = _RANGES[name]
+    if not least <= value <= most:
+        raise InvalidArgument(f"{name}={value!r} must be a whole number from {least} to {most}")
 
 
 def environment_names(spec: AttentionSpec) -> tuple[str, ...]:
@@ -93,6 +127,34 @@ class Abi:
     facts: CallFacts
     """The kind of call this was specialised for."""
 
+    def __post_init__(self) -> None:
+        if self.grid.rule not in GRID_RULES:
+            raise UnknownName("grid.rule", self.grid.rule, GRID_RULES)
+        _check_range("grid.block_m", self.grid.block_m)
+        _check_range("num_warps", self.num_warps)
+        _check_range("num_stages", self.num_stages)
+        for arg in self.args:
+            if arg.source not in self.environment:
+                raise InvalidArgument(f"{arg.name}: source={arg.source!r} is no entry of the environment")
+            self._check(arg)
+
+    def _check(self, arg: Arg) -> None:
+        """An argument is what its source is, and assumes nothing that calls of this kind do not keep."""
+        is_stride = re.fullmatch(_STRIDE, arg.source)
+        found = (types for names, types in _PASSED_AS.items() if re.fullmatch(names, arg.source))
+        types = ("i64" if self.facts.wide else "i32") if is_stride else next(found, "")
+        if not re.fullmatch(types, arg.type):
+            raise InvalidArgument(f"{arg.name}: type={arg.type!r} cannot take {arg.source}; allowed: {types}")
+        _check_range("divisor", arg.divisor)
+        if arg.divisor > 1 and self.facts.access != "aligned" and arg.source not in _ALLOCATED:
+            raise InvalidArgument(f"{arg.name}: divisor={arg.divisor} needs aligned calls")
+        unit = arg.source.endswith(".stride.dim") and self.facts.access != "strided"
+        if arg.constant is not None and not (unit and arg.constant == 1):
+            raise InvalidArgument(f"{arg.name}: constant={arg.constant} is not what calls of this kind have")
+        _check_range("offset", arg.offset)
+        if arg.offset and not arg.is_descriptor:
+            raise InvalidArgument(f"{arg.name}: offset={arg.offset} is of a descriptor alone")
+
     def to_json(self) -> dict[str, Any]:
         """As in a bundle's manifest."""
         return {
@@ -129,3 +191,11 @@ class DescriptorFacts:
     """CUtensorMapDataType, the driver's numbering."""
     block: tuple[int, ...]
     """Box of one copy, outermost first; narrower than the argument's box where a swizzle spans less."""
+
+    def __post_init__(self) -> None:
+        for name in ("swizzle", "elem_size", "elem_type"):
+            _check_range(name, getattr(self, name))
+        if len(self.block) != len(AXES):
+            raise InvalidArgument(f"block={self.block!r} must have {len(AXES)} axes")
+        for extent in self.block:
+            _check_range("block", extent)

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from flashgen.api import attention
+from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import Call
@@ -27,6 +28,7 @@ from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.spec.masks import UNLIMITED, Mask
 from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import ScoreMod
 
 log = logging.getLogger("flashgen")
 
@@ -321,6 +323,8 @@ def attention_forward(
         InvalidArgument: the model wants something that FlashGen does not serve; the message says what to use.
     """
     _check_keywords(kwargs)
+    if autocasting():  # rotary positions leave q and k in float32, the projection v in autocast's dtype
+        query, key, value = autocasted(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     keep: Tensor | None = None
     if isinstance(attention_mask, ForwardMask):
@@ -404,8 +408,9 @@ def _as_tensor(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
     return torch_path.visible(call, slice(0, query.shape[2]))
 
 
-# A mask of the kind that models prepare, as an expression.
-_WRITTEN_OUT = Rule.parse("mask", "keep[batch, q_idx, k_idx] where keep: i1", name="written_out")
+# A mask of the kind that models prepare, as an expression: True for what is seen, or added to the scores.
+_KEPT = Rule.parse("mask", "keep[batch, head, q_idx, k_idx] where keep: i1", name="kept")
+_ADDED = Rule.parse("score", "score + bias[batch, head, q_idx, k_idx] where bias: fp32", name="added")
 
 
 def _by_torch(
@@ -424,13 +429,17 @@ def _by_torch(
         return F.scaled_dot_product_attention(
             query, key, value, keep, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if dropout or keep.dtype != torch.bool or keep.shape[1] != 1:
+    if dropout:
         raise InvalidArgument(
-            f"softcap={softcap} together with dropout={dropout} and a mask of {keep.dtype} "
-            f"{tuple(keep.shape)} is not served; load the model with attn_implementation='eager'"
+            f"softcap={softcap} together with dropout={dropout} is not served; load the model with "
+            "attn_implementation='eager'"
         )
-    keep = keep[:, 0].expand(query.shape[0], query.shape[2], key.shape[2])
-    mask, cap = Mask(_WRITTEN_OUT, (), (keep,)), score_mods.softcap(softcap)
+    mask, cap = masks.full(), score_mods.softcap(softcap)
+    shape = (*query.shape[:3], key.shape[2])
+    if keep.dtype == torch.bool:
+        mask = Mask(_KEPT, (), (keep.expand(shape),))
+    else:
+        cap = cap.then(ScoreMod(_ADDED, (), (keep.float().expand(shape),)))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     out, _ = torch_path.attention(Call(query, key, value, mask, cap, scale, "bhsd", False))
     return out

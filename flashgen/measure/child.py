@@ -8,6 +8,8 @@ a fork: a fork would inherit the caller's threads and CUDA context. Nothing here
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -44,6 +46,8 @@ class Failure:
 
     status: Status
     reason: str
+    blameless: bool = False
+    """Whether no job is to blame: the process does not start, or the machine failed it (disk, files)."""
 
 
 class Child:
@@ -79,10 +83,19 @@ class Child:
         """Of the running process; None when there is none."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> Failure | None:
+    def start(self, within_s: float = math.inf) -> Failure | None:
         """Starts the process unless it runs already; the failure if the factory did not come up."""
         if self._process is not None:
             return None
+        try:
+            self._spawn()
+        except OSError as error:
+            self.close()
+            return Failure(Status.CRASH, f"the process cannot be started: {error}", blameless=True)
+        answer = self._exchange((self._entry, self._options), min(self._start_timeout_s, within_s))
+        return replace(answer, blameless=True) if isinstance(answer, Failure) else None
+
+    def _spawn(self) -> None:
         ours, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         paths = [path for path in sys.path if path]
@@ -98,14 +111,13 @@ class Child:
         theirs.close()
         self._pipe = ours
         self.starts += 1
-        answer = self._exchange((self._entry, self._options), self._start_timeout_s)
-        return answer if isinstance(answer, Failure) else None
 
     def call(self, job: Any, timeout_s: float) -> Any:
         """The answer to a job, or a `Failure`, after which the process is gone.
 
-        `TIMEOUT`: no answer within `timeout_s`; `OUT_OF_MEMORY`: the job raised so; `CRASH`: it raised
-        anything else (its CUDA context may be unusable) or the process died, with signal and last words.
+        `TIMEOUT`: no answer within `timeout_s`; `OUT_OF_MEMORY`: the job raised so, or the process was
+        killed, as the system does when memory runs out; `CRASH`: it raised anything else (its CUDA context
+        may be unusable) or the process died, with signal and last words.
         """
         failed = self.start()
         return failed if failed is not None else self._exchange(job, timeout_s)
@@ -126,7 +138,7 @@ class Child:
                     resource.close()
 
     def _exchange(self, message: Any, timeout_s: float) -> Any:
-        pipe = self._pipe
+        pipe, timeout_s = self._pipe, max(timeout_s, 0.0)
         if pipe is None:
             return Failure(Status.CRASH, "closed")
         try:
@@ -136,18 +148,19 @@ class Child:
                 return Failure(Status.TIMEOUT, f"no answer within {timeout_s:.3g} s; the process was killed")
             answer = pipe.recv()
         except (EOFError, OSError) as error:
-            failure = Failure(Status.CRASH, self._last_words() or f"the process is gone ({error})")
+            words, code = self._last_words()
             self.close()
-            return failure
+            status = Status.OUT_OF_MEMORY if code == -signal.SIGKILL else Status.CRASH
+            return Failure(status, words or f"the process is gone ({error})")
         if isinstance(answer, Failure):
             self.close()
         return answer
 
-    def _last_words(self) -> str:
-        """How the process ended and the last line it wrote."""
+    def _last_words(self) -> tuple[str, int | None]:
+        """How the process ended and the last line it wrote; and its exit code."""
         process, log = self._process, self._log
         if process is None or log is None:
-            return "closed"
+            return "closed", None
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
         code = process.returncode
@@ -159,7 +172,7 @@ class Child:
             ended = f"exited with code {code}"
         log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"the process {ended}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+        return f"the process {ended}" + (f": {lines[-1].strip()[:300]}" if lines else ""), code
 
 
 def resolve(entry: str) -> Any:
@@ -173,8 +186,11 @@ def failure_of(error: BaseException) -> Failure:
     kind, text = type(error).__name__, str(error)
     said = next((status for saying, status in _SAYINGS.items() if saying in text), Status.CRASH)
     status = _KINDS.get(kind, said)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        status = Status.OUT_OF_MEMORY
+    blameless = isinstance(error, OSError) and status is Status.CRASH
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return Failure(status, f"{kind}: {lines[0][:300]}" if lines else kind)
+    return Failure(status, f"{kind}: {lines[0][:300]}" if lines else kind, blameless)
 
 
 def _die_with_parent() -> None:

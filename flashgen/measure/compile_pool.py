@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from flashgen.build.artifact import Artifact
 from flashgen.codegen.source import KernelSource, Toolchain, render
 from flashgen.errors import CompileFailed, DoesNotFit
 from flashgen.measure.child import Child, Failure
+from flashgen.measure.worker import MeasuringFailed
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Status
@@ -57,7 +59,7 @@ class Compiler(Protocol):
         ...
 
     def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
-        """Begins a compile; the future never raises for what the compiler did."""
+        """Begins a compile; the future raises only `MeasuringFailed`, when nothing can be compiled at all."""
         ...
 
 
@@ -93,6 +95,11 @@ class CompilePool:
         self._local = threading.local()
         self._children: list[Child] = []
         self._closed = False
+        try:
+            # What compilers leave behind, killed ones too, goes with the pool.
+            self._scratch = tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise _cannot_compile(str(error)) from error
 
     def __enter__(self) -> CompilePool:
         return self
@@ -111,40 +118,57 @@ class CompilePool:
         self._threads.shutdown(wait=True)
         for child in self._children:
             child.close()
+        self._scratch.cleanup()
 
     def source(self, spec: AttentionSpec, config: Config) -> KernelSource:
         """The rendered kernel."""
         return render(spec, config, self.toolchain)
 
     def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
-        """Queues a compile. The future never raises for what the compiler did."""
+        """Queues a compile; see `Compiler`."""
         return self._threads.submit(self._compile, CompileJob(source, facts, self.target))
 
     def _compile(self, job: CompileJob) -> Compiled:
-        if self._closed:
-            return Compiled(None, Measurement(Status.NO_COMPILE, reason="the compile pool was closed"))
-        child = getattr(self._local, "child", None)
-        if child is None:
-            child = self._local.child = Child(self._entry, self._options)
-            self._children.append(child)
         started = time.monotonic()
-        answer = child.call(job, self._timeout_s)
+        answer = None if self._closed else self._child().call(job, self._timeout_s)
+        if self._closed:
+            raise MeasuringFailed(Status.CRASH, "the compile pool was closed")
         if isinstance(answer, Failure):
-            # A crash while compiling means that there is no kernel, not that one crashed.
-            status = Status.NO_COMPILE if answer.status is Status.CRASH else answer.status
+            if answer.blameless:
+                raise _cannot_compile(answer.reason)
             reason = f"compiling, after {time.monotonic() - started:.1f} s: {answer.reason}"
-            return Compiled(None, Measurement(status, reason=reason))
+            return Compiled(None, Measurement(answer.status, reason=reason))
         assert isinstance(answer, Compiled)
         return answer
 
+    def _child(self) -> Child:
+        """The calling thread's own."""
+        child: Child | None = getattr(self._local, "child", None)
+        if child is None:
+            child = self._local.child = Child(self._entry, self._options, {"TMPDIR": self._scratch.name})
+            self._children.append(child)
+        return child
+
+
+def _cannot_compile(reason: str) -> MeasuringFailed:
+    return MeasuringFailed(
+        Status.CRASH,
+        f"the compiler cannot be used ({reason}); look at `flashgen doctor`, and at what is free of this "
+        "machine's memory and of its temporary folder (TMPDIR)",
+    )
+
 
 def compiler(cache: Path | None = None) -> Any:
-    """Factory of the children's function."""
-    from flashgen.build.compile import compile_kernel
+    """Factory of the children's function. What it keeps is the artifact: Triton's own cache would grow by
+    every candidate."""
+    import triton  # noqa: F401 - if it cannot be imported, no candidate is to blame
+
+    from flashgen.build.compile import compile_kernel, scratch
 
     def run(job: CompileJob) -> Compiled:
         try:
-            return Compiled(compile_kernel(job.source, job.facts, job.target, cache))
+            with scratch():
+                return Compiled(compile_kernel(job.source, job.facts, job.target, cache))
         except DoesNotFit as error:
             return Compiled(None, Measurement(Status.TOO_LARGE, reason=str(error)))
         except CompileFailed as error:

@@ -45,7 +45,7 @@ class Replay:
         answers = self._answers[workload].values()
         return min((m.median_us or math.inf for m in answers if m.status is Status.OK), default=math.inf)
 
-    def prepare(self, workload: Workload) -> str:
+    def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
         """The recorded density."""
         if workload not in self._answers:
             known = ", ".join(each.name for each in self._answers)

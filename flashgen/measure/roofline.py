@@ -6,17 +6,25 @@ refuse an impossible timing and to rank configs without a GPU, and never a promi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+from flashgen.spec import expr as ex
 from flashgen.spec.attention import Workload
+from flashgen.spec.masks import Mask
 from flashgen.spec.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLACK = 1.05
 """A timing may beat the floor by this factor before it counts as impossible."""
 
-_SAMPLED_PAIRS = 2**22
-_SAMPLED_ROWS = 1024
+_PAIRS, _PAIRS_AT_ONCE = 2**22, 2**17
+"""What a mask is evaluated on where a workload has more, and at once: 1 MB for each intermediate result."""
+_ROWS, _HEADS, _BATCH = 1024, 32, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +70,77 @@ class Visible:
 
 @lru_cache(maxsize=512)
 def visible(workload: Workload) -> Visible:
-    """Shares of a workload that its mask leaves, from evenly spaced query rows (all of them if few)."""
+    """Shares of a workload that its mask leaves, from some rows, keys and sequences (all of them if few)."""
     import torch
 
-    from flashgen.build.inputs import make_rules
     from flashgen.build.reference import evaluate_rule
 
     if not workload.q_len or not workload.k_len:
         return Visible(0.0, 0.0)
-    mask, _ = make_rules(workload)
-    width = workload.k_len * (workload.batch if mask.rule.operands else 1)
-    count = min(workload.q_len, _SAMPLED_ROWS, max(16, _SAMPLED_PAIRS // width))
-    rows = ((torch.arange(count, dtype=torch.float64) + 0.5) * (workload.q_len / count)).to(torch.int64)
-    head = torch.arange(workload.heads).view(-1, 1, 1)
-    env = {
-        "q_idx": rows.view(-1, 1),
-        "k_idx": torch.arange(workload.k_len),
-        "q_len": workload.q_len,
-        "k_len": workload.k_len,
-        "batch": torch.arange(workload.batch).view(-1, 1, 1, 1),
-        "head": head,
-        "kv_head": head // (workload.heads // workload.kv_heads),
-    }
-    keep = torch.as_tensor(evaluate_rule(mask, env))
-    keep = keep.expand(*keep.shape[:-2], count, workload.k_len)
-    return Visible(float(keep.float().mean(dtype=torch.float64)), float(keep.any(-2).float().mean()))
+    varies = ex.free_symbols(workload.spec.mask.expr)
+    batch = _spread(workload.batch if "batch" in varies else 1, _BATCH)
+    heads = _spread(workload.heads if varies & {"head", "kv_head"} else 1, _HEADS)
+    keys = _spread(workload.k_len, _PAIRS_AT_ONCE)
+    rows = _spread(workload.q_len, min(_ROWS, max(8, _PAIRS // (len(batch) * len(heads) * len(keys)))))
+    mask = _drawn(workload, len(batch), len(keys))
+    rows_at_once = max(1, _PAIRS_AT_ONCE // len(keys))
+    batch_at_once = max(1, rows_at_once // len(rows))
+    env: dict[str, Any] = {"k_idx": keys, "q_len": workload.q_len, "k_len": workload.k_len}
+    pairs = seen = 0
+    for head, some in itertools.product(heads.tolist(), torch.split(batch, batch_at_once)):
+        env |= {"head": head, "kv_head": head // (workload.heads // workload.kv_heads)}
+        env["batch"] = some.view(-1, 1, 1)
+        kept = torch.zeros(len(some), len(keys), dtype=torch.bool)
+        for each in torch.split(rows, rows_at_once):
+            keep = torch.as_tensor(evaluate_rule(mask, env | {"q_idx": each.view(-1, 1)}))
+            keep = keep.expand(len(some), len(each), len(keys))
+            pairs += int(keep.sum())
+            kept |= keep.any(1)
+        seen += int(kept.sum())
+    total = len(batch) * len(heads) * len(keys)
+    return Visible(pairs / (total * len(rows)), seen / total)
+
+
+def _spread(size: int, most: int) -> Tensor:
+    """All indices below `size` or, of more than `most`, one drawn from each of as many equal parts.
+
+    Drawn, because a window and rows at even distances would hit or miss even keys together.
+    """
+    import torch
+
+    count = min(size, most)
+    if count == size:
+        return torch.arange(size)
+    place = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return ((torch.arange(count) + place) * (size / count)).to(torch.int64).clamp_(max=size - 1)
+
+
+def _drawn(workload: Workload, batch: int, keys: int) -> Mask:
+    """The mask with the operands it is measured with; where they are large, with shorter ones like them."""
+    from flashgen.build.inputs import make_rules
+
+    rule = workload.spec.mask
+    spec = replace(workload.spec, score_mod=None)
+    alone = replace(workload, spec=spec, params=workload.params[: len(rule.params)])
+    ranks = [operand.rank for operand in rule.operands]
+    if workload.batch * (workload.k_len if max(ranks, default=0) > 1 else 1) <= _PAIRS:
+        return make_rules(alone)[0]
+    mask, _ = make_rules(replace(alone, batch=batch, k_len=keys))
+    tables = tuple(_Table(each, workload.batch, workload.k_len, keys) for each in mask.tensors)
+    return Mask(rule, mask.values, tables)
+
+
+class _Table:
+    """An operand as `inputs` invents them, drawn for fewer sequences and keys than it is read for."""
+
+    def __init__(self, table: Tensor, batch: int, k_len: int, keys: int) -> None:
+        self._sizes = batch, k_len
+        # Of one dimension they are lengths of keys.
+        self._table = table if table.dim() > 1 else table.long() * k_len // keys
+
+    def __getitem__(self, indices: tuple[Any, ...]) -> Tensor:
+        drawn = zip(indices, self._table.shape, self._sizes, strict=False)
+        return self._table[tuple(index * have // size for index, have, size in drawn)]
 
 
 def flops(workload: Workload) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -66,8 +67,11 @@ class Measurer(Protocol):
     source: str
     """`measured` or `model`, as in `Measurement.source`."""
 
-    def prepare(self, workload: Workload) -> str:
-        """Readies a workload and returns the density for its records; `MeasuringFailed` if it cannot be."""
+    def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
+        """Readies a workload and returns the density for its records, at once if it is ready already.
+
+        `MeasuringFailed` if it cannot be, with `TIMEOUT` also if it takes longer than `within_s`.
+        """
         ...
 
     def measure(self, trial: Trial) -> Measurement:
@@ -75,7 +79,10 @@ class Measurer(Protocol):
         ...
 
     def compare(self, trials: Sequence[Trial], passes: int) -> tuple[Measurement, ...]:
-        """Trials of one workload, all known to be right, timed against each other; one each, in order."""
+        """Trials of one workload, all known to be right, timed against each other; one each, in order.
+
+        `MeasuringFailed` if one of them fails, or as `prepare`.
+        """
         ...
 
 
@@ -124,11 +131,11 @@ class Worker:
         assert isinstance(machine, Machine)
         return machine
 
-    def prepare(self, workload: Workload) -> str:
+    def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
         """See `Measurer`. Tried twice, the second time in a new process."""
         if self._ready != workload:
             self._ready = None
-            self._density = str(self._first_call(Prepare(workload)))
+            self._density = str(self._first_call(Prepare(workload), within_s))
             self._ready = workload
         return self._density
 
@@ -138,6 +145,8 @@ class Worker:
         answer = self.child.call(trial, self._trial_timeout_s)
         if isinstance(answer, Failure):
             self._ready = None
+            if answer.blameless:
+                raise _lost(answer)
             answer = Measurement(answer.status, reason=answer.reason)
         return _with_compile_facts(answer, trial.artifact)
 
@@ -152,27 +161,32 @@ class Worker:
             raise MeasuringFailed(answer.status, f"comparing the finalists failed: {answer.reason}")
         return tuple(_with_compile_facts(m, t.artifact) for m, t in zip(answer, trials, strict=True))
 
-    def _first_call(self, job: Any) -> Any:
-        """A call whose failure is no candidate's fault."""
-        failure = None
-        for _ in range(2):
-            failure = self.child.start()
-            if failure is None:
-                answer = self.child.call(job, self._prepare_timeout_s)
-                if not isinstance(answer, Failure):
-                    return answer
-                failure = answer
-        assert failure is not None
-        if failure.status is Status.OUT_OF_MEMORY:
-            raise MeasuringFailed(
-                failure.status,
-                f"the workload does not fit in the GPU's memory ({failure.reason}); "
-                "tune a smaller batch or length",
-            )
-        raise MeasuringFailed(
-            failure.status,
-            f"the GPU cannot be measured on ({failure.reason}); look at `flashgen doctor` and `nvidia-smi`",
+    def _first_call(self, job: Any, within_s: float = math.inf) -> Any:
+        """A call whose failure is no candidate's fault; made again if it fails while there is time."""
+        until = time.monotonic() + within_s
+
+        def attempt() -> Any:
+            failure = self.child.start(until - time.monotonic())
+            left = until - time.monotonic()
+            return failure or self.child.call(job, min(self._prepare_timeout_s, left))
+
+        answer = attempt()
+        if isinstance(answer, Failure) and time.monotonic() < until:
+            answer = attempt()
+        if isinstance(answer, Failure):
+            raise _lost(answer)
+        return answer
+
+
+def _lost(failure: Failure) -> MeasuringFailed:
+    """The error for a failure that is no candidate's fault."""
+    if failure.status is Status.OUT_OF_MEMORY:
+        message = f"the workload does not fit in memory ({failure.reason}); tune a smaller batch or length"
+    else:
+        message = (
+            f"the GPU cannot be measured on ({failure.reason}); look at `flashgen doctor` and `nvidia-smi`"
         )
+    return MeasuringFailed(failure.status, message)
 
 
 def _with_compile_facts(measurement: Measurement, artifact: Artifact | None) -> Measurement:
@@ -319,14 +333,14 @@ class CudaDevice:
         import torch
 
         from flashgen.build.device import live_target
-        from flashgen.build.driver import driver
+        from flashgen.build.driver import driver_version
         from flashgen.measure.bench import CudaClock
 
         self._torch, self._index = torch, index
         torch.cuda.set_device(index)
         target = live_target(index)
         self.clock: Clock = CudaClock(index, target.l2_mib)
-        self.machine = Machine(target, torch.__version__, driver().version())
+        self.machine = Machine(target, torch.__version__, driver_version())
 
     def rig(self, workload: Workload) -> Rig:
         """See `Device`."""

@@ -8,13 +8,14 @@ the argument to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.build.arguments import LAYOUTS
 from flashgen.codegen.abi import AXES, SIZES, TENSORS
@@ -32,6 +33,9 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Dtypes of q, k and v, and what a spec calls them."""
+
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
+"""Scales between are normal numbers of float32, also after a kernel has multiplied them by log2(e)."""
 
 FULL = masks.full()
 _AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
@@ -100,6 +104,17 @@ class Call:
         return Workload(spec, sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len, params)
 
 
+_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def transformed() -> bool:
+    """Whether torch differentiates forward, or a transform of `torch.func` is at work: 0.1 us.
+
+    Neither shows on the tensors (`requires_grad` is false), and a kernel would silently drop the tangents.
+    """
+    return forward_ad._current_level >= 0 or _transforms()
+
+
 def fp32_precision() -> str:
     """How torch's settings let float32 inputs be multiplied on CUDA: `ieee` or `tf32`."""
     # The one reader that accepts both ways of setting it (`set_float32_matmul_precision`, `fp32_precision`).
@@ -150,20 +165,27 @@ def as_score_mod(given: object) -> ScoreMod | None:
 
 
 def as_scale(given: Any, head_dim: int) -> float:
-    """The factor on the scores; 1 / sqrt(head_dim) for None.
+    """The factor on the scores, as float32 holds it: 0 below `MIN_SCALE`; 1 / sqrt(head_dim) for None.
 
     Raises:
-        InvalidArgument: it is no number, or not finite. A tensor is refused: reading it waits for the GPU.
+        InvalidArgument: it is no number, or too large. A tensor is refused: reading it waits for the GPU.
     """
     if given is None:
         return float(head_dim**-0.5) if head_dim else 1.0
-    if isinstance(given, bool | Tensor) or not hasattr(given, "__float__"):
+    number = isinstance(given, float | int) or hasattr(given, "__float__")  # traces know of a number's type
+    if isinstance(given, bool | Tensor) or not number:
         hint = "; give its value, scale.item()" if isinstance(given, Tensor) else ""
         raise InvalidArgument(f"scale={_shown(given)} must be None or a finite number{hint}")
-    scale = float(given)
-    if not math.isfinite(scale):
-        raise InvalidArgument(f"scale={scale} must be finite; None means 1 / sqrt(head_dim)")
-    return scale
+    try:
+        scale = float(given)
+    except OverflowError:  # an int
+        scale = math.inf
+    if not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise InvalidArgument(
+            f"scale={scale} must be finite, and at most 1.7e38 either way, for kernels multiply by it in "
+            "float32; None means 1 / sqrt(head_dim)"
+        )
+    return scale if abs(scale) >= MIN_SCALE else 0.0
 
 
 # Tensors
@@ -179,9 +201,12 @@ def check(
     """
     if layout not in LAYOUTS:
         raise InvalidArgument(f"{layout=} must be one of {', '.join(LAYOUTS)}")
+    if not isinstance(return_lse, bool):
+        raise InvalidArgument(f"return_lse={_shown(return_lse)} must be True or False")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name} must be a tensor {_AXIS_NAMES[layout]}, not {_shown(tensor)}")
+        _check_dense(name, tensor)
         if tensor.dim() != 4:
             raise InvalidArgument(
                 f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; "
@@ -202,11 +227,18 @@ def check(
                 f"{name}.device={tensor.device} must be that of q, {q.device}; move one of them"
             )
     call = Call(
-        q, k, v, as_mask(mask), as_score_mod(score_mod), as_scale(scale, q.shape[3]), layout, bool(return_lse)
+        q, k, v, as_mask(mask), as_score_mod(score_mod), as_scale(scale, q.shape[3]), layout, return_lse
     )
     _check_shapes(call)
     _check_operands(call)
     return call
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """A sparse, packed or nested tensor has no strides, and some have no shape."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InvalidArgument(f"{name} is {kind}; only dense (strided) tensors are served: make it one")
 
 
 def _check_shapes(call: Call) -> None:
@@ -289,9 +321,15 @@ def _check_operands(call: Call) -> None:
         for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
+            _check_dense(f"{name} of {bound.describe()}", tensor)
             if tensor.device != call.q.device:
                 raise InvalidArgument(
                     f"{name} of {bound.describe()} is on {tensor.device}, q on {call.q.device}; move one"
+                )
+            if not torch.compiler.is_compiling() and tensor.is_neg():  # the operator resolves it
+                raise InvalidArgument(
+                    f"{name} of {bound.describe()} is negated lazily (the imaginary part of a conjugate); "
+                    "give its resolve_neg()"
                 )
             shape = tensor.shape
             if tensor.dtype != dtype or len(shape) != len(axes):

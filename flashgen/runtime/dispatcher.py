@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,8 @@ from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTune
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
     DTYPE_NAMES,
+    MAX_SCALE,
+    MIN_SCALE,
     SIZES_AT,
     Call,
     OperandAxes,
@@ -49,28 +50,38 @@ MAX_PLANS = 4096
 """Kinds of calls remembered; when full, all are forgotten and found again at once (kernels stay loaded)."""
 MAX_NUMBERS = 4096
 
-_FLOAT32, _INF, _MINUS_INF = torch.float32, math.inf, -math.inf
+_FLOAT32 = torch.float32
+_STRIDED = frozenset(code for code, facts in enumerate(FACTS) if facts.access == "strided")
+"""Only such a call has a tensor negated lazily, the imaginary part of a conjugate: its elements lie apart."""
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 Result = Tensor | tuple[Tensor, Tensor]
 Launch = Callable[[tuple[Any, ...], int], None]
 
 
-class Plan:
-    """What a kind of call does: launches a kernel, or (`launch` is None) runs a function of torch's."""
+_KERNEL_CANNOT_RUN = frozenset({200, 209, 218, 222, 300, 303, 400, 500, 701})
+"""CUresults of a launch that will fail every time: not an image for this GPU (200 to 303), its module is gone
+(400, 500), out of resources (701). Any other is of one call or one moment, as a geometry that no descriptor
+expresses, or memory that is short, and costs that call its kernel."""
 
-    __slots__ = ("identity", "launch", "otherwise")
+_CONTEXT_IS_DEAD = frozenset({4, 214, 220, 700, 702, 709, 710, *range(714, 720), 999})
+"""CUresults that every call on a GPU gives once any kernel has failed there (700: illegal address; time-out,
+assertion, illegal instruction), or the memory or the link has."""
+
+
+class Plan:
+    """What a kind of call does: launches a kernel, or (without one) runs a function of torch's."""
+
+    __slots__ = ("kernel", "launch", "otherwise")
 
     def __init__(
         self,
-        launch: Launch | None,
+        kernel: Launchable | None,
         otherwise: Callable[[Call], tuple[Tensor, Tensor | None]] = torch_path.attention,
-        identity: tuple[Any, ...] = (),
     ) -> None:
-        self.launch = launch
+        self.kernel = kernel
+        self.launch: Launch | None = None if kernel is None else kernel.launch
         self.otherwise = otherwise
-        self.identity = identity
-        """`Request.kernel_key` of the kernel, to refuse it if the driver does."""
 
 
 class Dispatcher:
@@ -85,7 +96,8 @@ class Dispatcher:
         tune: tunes a workload on a GPU and stores the records; for `on_miss="tune"`.
         misses: where `on_miss="record"` notes shapes.
 
-    Thread-safe: a miss is resolved under a lock, a hit takes none.
+    Thread-safe: a miss is resolved under a lock, though nothing is tuned under it. A hit takes only the lock
+    of its kernel, whose launch parameters are in one place: 0.1 us, unless two threads launch it at once.
     """
 
     def __init__(
@@ -109,8 +121,8 @@ class Dispatcher:
         self._numbers: dict[tuple[float, ...], tuple[int, ...]] = {}
         self._kernels: dict[tuple[Any, ...], Launchable] = {}
         self._refused: dict[tuple[Any, ...], str] = {}
-        self._tuned: set[tuple[Any, ...]] = set()
-        self._told: set[str] = set()
+        self._tuned: set[tuple[Any, ...]] = set()  # being tuned, or done
+        self._told: set[object] = set()
         self._lock = threading.RLock()
         self.resolves = 0
         """How many misses were resolved."""
@@ -155,13 +167,14 @@ class Dispatcher:
             and v.dtype is dtype
             and k.get_device() == device == v.get_device()
             and (layout == "bhsd" or layout == "bshd")
+            and (return_lse is False or return_lse is True)
             and (not tensors or _given(tensors, device))
         ):
             check(q, k, v, mask, score_mod, scale, layout, return_lse)
         if scale is None:
             scale = q_shape[3] ** -0.5 if q_shape[3] else 1.0
-        elif type(scale) is not float or not _MINUS_INF < scale < _INF:
-            scale = as_scale(scale, q_shape[3])  # an int, or nothing that is allowed
+        elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
+            scale = as_scale(scale, q_shape[3])  # negative, 0, an int, or nothing that is allowed
 
         out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
         lse = None
@@ -177,6 +190,9 @@ class Dispatcher:
             check(q, k, v, mask, score_mod, scale, layout, return_lse)
 
         code = facts_code(env, q.itemsize, tensors)
+        if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # memory holds the values negated
+            return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
         key = (
             code,
             rule.text,
@@ -204,9 +220,10 @@ class Dispatcher:
             return _result(plan.otherwise(Call(q, k, v, mask, score_mod, scale, layout, return_lse)))
         try:
             launch(env, self._stream_of(device))
-        except LaunchFailed as error:
-            self._refuse(plan, str(error))
-            return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+        except (LaunchFailed, InvalidArgument) as error:
+            if self._refuse(plan, error):
+                return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+            return _result(plan.otherwise(Call(q, k, v, mask, score_mod, scale, layout, return_lse)))
         return out if lse is None else (out, lse)
 
     # A miss
@@ -219,11 +236,20 @@ class Dispatcher:
             return self._during_capture(request)
         with self._lock:
             plan = self._plans.get(key)
-            if plan is None:
-                self.resolves += 1
-                decision = self._follow_policy(request)
-                plan = self._remember(key, self._plan(request, decision))
+            if plan is not None:
+                return plan
+            self.resolves += 1
+            _, plan, tune = self._settle(key, request)
+        if tune:
+            self._tune_first(request)
+            with self._lock:
+                _, plan, _ = self._settle(key, request)
         return plan
+
+    def _settle(self, key: tuple[Any, ...], request: Request) -> tuple[Decision, Plan, bool]:
+        """Decides and remembers, under the lock; also whether the caller is to tune first, without it."""
+        decision, tune = self._follow_policy(request)
+        return decision, self._remember(key, self._plan(request, decision)), tune
 
     def _remember(self, key: tuple[Any, ...], plan: Plan) -> Plan:
         if len(self._plans) >= MAX_PLANS:
@@ -238,12 +264,16 @@ class Dispatcher:
                 f"no kernel serves {request.workload.spec.key}, torch's attention runs instead: {reasons}"
             )
             return Plan(None)
-        return Plan(decision.kernel.launch, identity=request.kernel_key(decision.config))
+        return Plan(decision.kernel)
 
-    def _follow_policy(self, request: Request) -> Decision:
+    def _follow_policy(self, request: Request) -> tuple[Decision, bool]:
+        """What is decided now, and whether tuning is to follow: true for the first call of a kind alone.
+
+        Other threads get what is decided now for as long as the first one tunes.
+        """
         decision = self._decide(request)
         if decision.exact or self.on_miss == "default":
-            return decision
+            return decision, False
         workload = request.workload
         if self.on_miss == "error":
             if decision.record is None:
@@ -256,38 +286,47 @@ class Dispatcher:
             self._tell(self._misses.note(workload))
         elif (kind := (workload.spec.key, workload.bucket(), request.target)) not in self._tuned:
             self._tuned.add(kind)  # once, whatever comes of it
-            try:
-                assert self._tune is not None
-                self._tune(workload, request.device)
-            except (FlashGenError, ImportError, OSError) as error:
-                self._tell(f"tuning {workload.name} failed: {error}")
-            decision = self._decide(request)
-        return decision
+            return decision, True
+        return decision, False
+
+    def _tune_first(self, request: Request) -> None:
+        """Tunes a call's workload, for minutes; then calls seen meanwhile are resolved anew."""
+        try:
+            assert self._tune is not None
+            self._tune(request.workload, request.device)
+        except (FlashGenError, ImportError, OSError) as error:
+            self._tell(f"tuning {request.workload.name} failed: {error}")
+        self.forget()
 
     def _decide(self, request: Request, loading: bool = True) -> Decision:
         policy = self._policy
         return Policy(
-            [replace(source, load=self._loader(source.load, source.label)) for source in policy.bundles],
-            [replace(source, load=self._loader(source.load, "")) for source in policy.sources],
-            self._loader(policy.load, "") if policy.load else None,
+            [replace(source, load=self._loader(source.load)) for source in policy.bundles],
+            [replace(source, load=self._loader(source.load)) for source in policy.sources],
+            self._loader(policy.load) if policy.load else None,
         ).decide(request, loading=loading)
 
-    def _loader(self, load: Loader, label: str) -> Loader:
-        """`load` with a memory, of kernels as well as of failures: neither is tried twice."""
+    def _loader(self, load: Loader) -> Loader:
+        """`load` with a memory, of kernels as well as of failures: neither is tried twice.
+
+        A kernel is remembered by what it is for and by the loader itself: two bundles, or one that was made
+        again, may have different kernels of one config.
+        """
 
         def remembering(request: Request, config: Config) -> Launchable:
-            identity = request.kernel_key(config)
-            refusal = self._refused.get(identity) or self._refused.get((identity, label))
-            if refusal:
+            known = (*request.kernel_key(config), load)
+            if refusal := self._refused.get(known):
                 raise LaunchFailed(refusal)
-            kernel = self._kernels.get((identity, label))
+            kernel = self._kernels.get(known)
             if kernel is None:
                 try:
                     kernel = load(request, config)
+                except OSError:
+                    raise  # the machine failed (disk, memory), which says nothing of the kernel
                 except (FlashGenError, ImportError) as error:
-                    self._refused[(identity, label)] = f"{type(error).__name__}: {error}"
+                    self._refused[known] = f"{type(error).__name__}: {error}"
                     raise
-                self._kernels[(identity, label)] = kernel
+                self._kernels[known] = kernel
             return kernel
 
         return remembering
@@ -295,33 +334,53 @@ class Dispatcher:
     def _during_capture(self, request: Request) -> Plan:
         """A kernel that is loaded already, else torch: nothing is compiled, loaded or remembered."""
         spec = request.workload.spec
-        for ((loaded_spec, config, facts, index), _), kernel in list(self._kernels.items()):
-            identity = request.kernel_key(config)
-            if (loaded_spec, config, facts, index) == identity and identity not in self._refused:
+        for known, kernel in list(self._kernels.items()):
+            _, config, *_ = known
+            if known[:-1] == request.kernel_key(config) and known not in self._refused:
                 self._tell(
                     f"a CUDA graph is being captured and {request.workload.name} of [{spec.key}] is new: it "
                     f"gets {config.name}, which is loaded; call flashgen.warmup or run the model once before"
                 )
-                return Plan(kernel.launch, identity=identity)
+                return Plan(kernel)
         self._tell(
             f"a CUDA graph is being captured and no kernel is loaded for [{spec.key}]: torch's attention is "
             "captured instead; call flashgen.warmup or run the model once before"
         )
         return Plan(None)
 
-    def _refuse(self, plan: Plan, reason: str) -> None:
-        """Never tries a kernel again that the driver refused to launch."""
-        with self._lock:
-            self._refused[plan.identity] = reason
-            self._plans = {key: each for key, each in self._plans.items() if each.identity != plan.identity}
-        self._tell(f"a kernel could not be launched, the next candidate is tried: {reason}")
+    def _refuse(self, plan: Plan, error: LaunchFailed | InvalidArgument) -> bool:
+        """After a launch that failed: true if the next candidate is to be tried, false if torch is.
 
-    def _tell(self, message: str) -> None:
-        """Logs a message once."""
-        if message and message not in self._told:
+        A kernel that cannot run at all is never tried again.
+
+        Raises:
+            LaunchFailed: nothing can run on the GPU any more.
+        """
+        code = error.code if isinstance(error, LaunchFailed) else 0
+        if code in _CONTEXT_IS_DEAD:
+            raise LaunchFailed(
+                f"{error}. A kernel that ran before, not necessarily FlashGen's, has failed, and this "
+                "process cannot use the GPU any more: start it again; CUDA_LAUNCH_BLOCKING=1 shows which"
+            ) from error
+        if code not in _KERNEL_CANNOT_RUN:
+            told = f"a kernel could not be launched for a call, torch's attention runs instead: {error}"
+            self._tell(told, about=(id(plan.kernel), code))  # the message has addresses in it
+            return False
+        with self._lock:
+            for known, kernel in self._kernels.items():
+                if kernel is plan.kernel:
+                    self._refused[known] = str(error)
+            self._plans = {key: each for key, each in self._plans.items() if each.kernel is not plan.kernel}
+        self._tell(f"a kernel cannot be launched, the next candidate is tried: {error}")
+        return True
+
+    def _tell(self, message: str, about: object = None) -> None:
+        """Logs a message once, or one message about something."""
+        about = message if about is None else about
+        if message and about not in self._told:
             if len(self._told) >= MAX_PLANS:
                 self._told.clear()
-            self._told.add(message)
+            self._told.add(about)
             log.warning(message)
 
     def _number_codes(self, values: tuple[float, ...]) -> tuple[int, ...]:
@@ -350,10 +409,14 @@ class Dispatcher:
             self.forget()
 
     def add_bundle(self, source: Source) -> None:
-        """Puts a bundle before all other sources."""
+        """Puts a bundle before all other sources, in the place of an earlier one from the same folder."""
         with self._lock:
-            self._policy.bundles.insert(0, source)
-        self.forget()
+            bundles = self._policy.bundles
+            gone = {each.load for each in bundles if source.place and each.place == source.place}
+            bundles[:] = [source, *(each for each in bundles if each.load not in gone)]
+            self._kernels = {known: each for known, each in self._kernels.items() if known[-1] not in gone}
+            self._refused = {known: each for known, each in self._refused.items() if known[-1] not in gone}
+            self.forget()
 
     def forget(self) -> None:
         """Resolves every call anew; kernels stay loaded."""
@@ -363,9 +426,13 @@ class Dispatcher:
     def warm(self, workload: Workload, facts: CallFacts, device: int) -> Explanation:
         """Loads and remembers what serves a workload's calls of one kind, without a call."""
         request = Request(workload, facts, self._target_of(device), device)
+        key = self._key_of(request)
         with self._lock:
-            decision = self._follow_policy(request)
-            self._remember(self._key_of(request), self._plan(request, decision))
+            decision, _, tune = self._settle(key, request)
+        if tune:
+            self._tune_first(request)
+            with self._lock:
+                decision, _, _ = self._settle(key, request)
         return explained(request, decision)
 
     def _key_of(self, request: Request) -> tuple[Any, ...]:
@@ -413,8 +480,10 @@ def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 
 def _given(tensors: tuple[Any, ...], device: int) -> bool:
-    """Whether every operand is there and on the call's GPU."""
-    return all(tensor is not None and tensor.get_device() == device for tensor in tensors)
+    """Whether every operand is there, on the call's GPU, and holds its values as they are."""
+    return all(
+        tensor is not None and tensor.get_device() == device and not tensor.is_neg() for tensor in tensors
+    )
 
 
 def _fit(tensors: tuple[Tensor, ...], wanted: tuple[OperandAxes, ...], env: tuple[Any, ...]) -> bool:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import DTYPE_NAMES, Call
+from flashgen.runtime.checks import DTYPE_NAMES, Call, Sizes
 from flashgen.runtime.policy import TORCH, Decision, Policy, Request, Step
 from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.masks import Mask
+from flashgen.spec.score_mods import ScoreMod
 from flashgen.spec.target import Target
 
 
@@ -36,7 +38,8 @@ class Explanation:
         wide = max((len(step.source) for step in self.steps), default=0)
         lines = [self.subject, f"on {self.where}", f"runs {self.runs}", ""]
         for step in self.steps:
-            told = ": ".join(part for part in (step.choice, step.reason) if part)
+            reached = step.verdict != "not reached"
+            told = ": ".join(part for part in (step.choice, step.reason) if part) if reached else step.verdict
             first, *rest = told.splitlines() or [""]
             lines.append(f"  {marks[step.verdict]} {step.source:<{wide}}  {first}")
             lines += [" " * (wide + 6) + line.strip() for line in rest]
@@ -62,7 +65,7 @@ def explained(request: Request, decision: Decision, subject: str = "", otherwise
     """
     workload, target = request.workload, request.target
     return Explanation(
-        subject or f"{workload.name} of [{workload.spec.key}]",
+        subject or describe_workload(workload),
         f"{target.describe()}, {describe_facts(request.facts)}",
         decision.config.name if decision.config else otherwise,
         decision.steps,
@@ -84,21 +87,36 @@ def describe_facts(facts: CallFacts) -> str:
 
 def describe_call(call: Call) -> str:
     """One line: sizes, dtype and rules."""
-    sizes, dtype = call.sizes, DTYPE_NAMES[call.q.dtype]
-    dims = str(sizes.head_dim)
-    if sizes.head_dim != sizes.head_dim_v:
-        dims += f" ({sizes.head_dim_v} of v)"
+    sizes = call.sizes
+    dims = (sizes.head_dim, sizes.head_dim_v)
+    return _sentence(sizes, dims, DTYPE_NAMES[call.q.dtype], call.mask, call.score_mod)
+
+
+def describe_workload(workload: Workload) -> str:
+    """The same of a call of a workload."""
+    spec, values = workload.spec, tuple(value for _, value in workload.params)
+    split = len(spec.mask.params)
+    mask = Mask(spec.mask, values[:split], (None,) * len(spec.mask.operands))
+    score_mod = None
+    if spec.score_mod is not None:
+        score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
+    return _sentence(workload, (spec.head_dim, spec.head_dim_v), spec.dtype_label, mask, score_mod)
+
+
+def _sentence(
+    sizes: Sizes | Workload, dims: tuple[int, int], dtype: str, mask: Mask, score_mod: ScoreMod | None
+) -> str:
     told = [
         f"batch {sizes.batch}",
         f"heads {sizes.heads} ({sizes.kv_heads} of k and v)",
         f"q_len {sizes.q_len}",
         f"k_len {sizes.k_len}",
-        f"head_dim {dims}",
+        f"head_dim {dims[0]}" + (f" ({dims[1]} of v)" if dims[0] != dims[1] else ""),
         dtype,
-        f"mask {call.mask.describe()}",
+        f"mask {mask.describe()}",
     ]
-    if call.score_mod is not None:
-        told.append(f"score rule {call.score_mod.describe()}")
+    if score_mod is not None:
+        told.append(f"score rule {score_mod.describe()}")
     return "attention, " + ", ".join(told)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import as_mask, as_score_mod, check
+from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, transformed
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -43,6 +44,11 @@ def define(serve: Serve) -> Any:
         layout: str,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
+        if transformed():
+            raise InvalidArgument(
+                "the operator flashgen::attention_fwd has no forward-mode derivative and no vmap; call "
+                "flashgen.attention, which is computed by torch's own operations there"
+            )
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         result = serve(q, k, v, *rules, scale, layout, return_lse)
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
@@ -98,7 +104,7 @@ def traced(
         score_text,
         score_name,
         [float(value) for value in values],
-        q.shape[3] ** -0.5 if scale is None else float(scale),
+        as_scale(scale, q.shape[3]),
         layout,
         return_lse,
     )

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashgen.codegen.families import FAMILIES
-from flashgen.errors import DoesNotFit, FlashGenError
+from flashgen.codegen.families import FAMILIES, foreign
+from flashgen.errors import DoesNotFit
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Record, RecordStore
@@ -47,7 +47,7 @@ class Request:
 Loader = Callable[[Request, Config], Launchable]
 """(request, config) -> a loaded kernel.
 
-Raises `FlashGenError`, `ImportError` or `OSError` with the reason; then the next candidate is tried.
+Raises with the reason where there is none; then the next candidate is tried.
 """
 
 
@@ -62,6 +62,10 @@ class Source:
     load: Loader
     fallback: Callable[[Request], Config | None] | None = None
     """The config of any kernel in a bundle that serves a request untuned: where nothing can be compiled."""
+    place: str = ""
+    """The folder of a bundle."""
+    marks: Callable[[Record], Sequence[str]] = lambda record: ()
+    """What of a record is not as its kernel would run now: it is stale, triton or the driver was another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +164,19 @@ class Policy:
     def _try(self, candidate: _Candidate, request: Request, loading: bool) -> tuple[Launchable | None, str]:
         """The loaded kernel, or why there is none."""
         spec, config = request.workload.spec, candidate.config
-        family = FAMILIES.get(config.family)
-        if family is None:
-            return None, f"family {config.family} does not exist in this version"
-        reason = (
-            family.supports(spec, request.target)
-            or family.fits(config, spec, request.target)
-            or family.admits(config, request.facts)
-        )
-        if reason or not loading:
-            return None, reason
         try:
+            if reason := foreign(config):
+                return None, reason
+            family = FAMILIES[config.family]
+            reason = (
+                family.supports(spec, request.target)
+                or family.fits(config, spec, request.target)
+                or family.admits(config, request.facts)
+            )
+            if reason or not loading:
+                return None, reason
             return candidate.load(request, config), ""
-        except (FlashGenError, ImportError, OSError) as error:
+        except Exception as error:  # whatever is wrong with one candidate, the others can serve
             return None, f"{type(error).__name__}: {error}"
 
     def _not_reached(self, reached: set[str]) -> list[Step]:
@@ -185,33 +189,40 @@ class Policy:
 
 
 def _of(request: Request, sources: Sequence[Source], steps: list[Step]) -> Iterator[_Candidate]:
-    """The records of some sources as candidates, best first; a source without any leaves a step."""
+    """The records of some sources as candidates, best first.
+
+    A source without any leaves a step, before those of the sources behind it.
+    """
     bucket = request.workload.bucket()
-    found: list[tuple[tuple[float, bool], _Candidate]] = []
-    for source in sources:
+    found: list[tuple[tuple[float, bool], int, _Candidate]] = []
+    without: dict[int, Step] = {}
+    for place, source in enumerate(sources):
         try:
             records = source.open().ranked(request.workload, request.target)
-        except (FlashGenError, ImportError, OSError) as error:
-            steps.append(Step(source.label, "", "rejected", f"{type(error).__name__}: {error}"))
+        except Exception as error:  # whatever is wrong with one source, the others can serve
+            without[place] = Step(source.label, "", "rejected", f"{type(error).__name__}: {error}")
             continue
         if not records:
-            steps.append(Step(source.label, "", "rejected", "no record of this spec on this GPU"))
+            without[place] = Step(source.label, "", "rejected", "no record of this spec on this GPU")
         for record in records:
             distance = bucket.distance(record.workload.bucket())
             modelled = record.measurement.source == "model"
             exact = not distance and not modelled
-            candidate = _Candidate(
-                source.label, source.load, record.config, record, _note(record, distance), exact
-            )
-            found.append(((distance, modelled), candidate))
+            note = "; ".join([_note(record, distance), *source.marks(record)])
+            candidate = _Candidate(source.label, source.load, record.config, record, note, exact)
+            found.append(((distance, modelled), place, candidate))
     found.sort(key=lambda each: each[0])  # stable: the order of the sources, and of each one's own ranking
-    yield from (candidate for _, candidate in found[:MAX_TRIED])
+    for _, place, candidate in found[:MAX_TRIED]:
+        steps += [without.pop(each) for each in range(place) if each in without]
+        yield candidate
+    steps += without.values()
 
 
 def _note(record: Record, distance: float) -> str:
     where = "exact bucket" if not distance else f"nearest bucket, {distance:.3g} octaves away"
-    how = "modelled" if record.measurement.source == "model" else "measured"
-    return f"{where}: {how} {record.median_us:.1f} us at {record.workload.name}"
+    modelled = record.measurement.source == "model"
+    how = "ranked by a model" if modelled else f"measured {record.median_us:.1f} us"
+    return f"{where}: {how} at {record.workload.name}"
 
 
 def _nothing_to_load(*_: object) -> Launchable:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from flashgen.runtime.checks import DTYPE_NAMES, FULL
+from flashgen.runtime.checks import DTYPE_NAMES, FULL, MAX_SCALE, transformed
 from flashgen.spec import masks
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.spec.masks import Mask
@@ -29,6 +27,8 @@ def translate(
 
     A call that torch refuses is left to torch, which has the message for it.
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return "not all of query, key and value are tensors"
     if reason := _not_served(query, key, value, dropout_p, scale, enable_gqa):
         return reason
     batch, _, q_len, _ = query.shape
@@ -39,6 +39,8 @@ def translate(
         return _CAUSAL if q_len == k_len else _CAUSAL_TOP_LEFT
     if attn_mask is None:
         return FULL
+    if not isinstance(attn_mask, Tensor):
+        return "attn_mask is no tensor"
     if attn_mask.dtype != torch.bool:
         return f"attn_mask of {attn_mask.dtype} is an additive bias, which no kernel takes yet"
     if not 2 <= attn_mask.dim() <= 4 or attn_mask.device != query.device:
@@ -75,10 +77,12 @@ def _not_served(
         return "the tensors are on different devices"
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
         return "a gradient is needed, and no kernel gives one yet"
+    if transformed():
+        return "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
     if dropout_p:
         return f"dropout_p={dropout_p}: no kernel drops weights"
-    if scale is not None and not math.isfinite(scale):
-        return f"scale={scale} is not finite"
+    if scale is not None and (type(scale) not in (float, int) or not abs(scale) <= MAX_SCALE):
+        return "scale is no plain number, or none that float32 holds"
     q, k, v = query.shape, key.shape, value.shape
     if q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3]:
         return "batch, heads, lengths or head dims of the tensors differ and may broadcast"

@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashgen.build.reference import attention_reference, evaluate_rule
-from flashgen.runtime.checks import FULL, Call
+from flashgen.build.precision import without_autocast
+from flashgen.build.reference import attention_reference, evaluate_rule, on_device
+from flashgen.runtime.checks import FULL, Call, transformed
 from flashgen.spec import masks
 
 CHUNK_SCORES = 2**26
@@ -47,12 +48,21 @@ def empty_output(q: Tensor, layout: str, head_dim_v: int) -> Tensor:
     return q.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
 
 
-def like_q(out: Tensor, q: Tensor) -> Tensor:
-    """`out` in q's order of axes in memory; itself if it has that already."""
-    order = _memory_order(q)
-    if _memory_order(out) == order:
+def like_q(out: Tensor, q: Tensor, layout: str) -> Tensor:
+    """`out` with the strides of `empty_output`; itself if it has those already.
+
+    The order of the axes is not enough: where torch pads head dims, its output has gaps.
+    """
+    wanted = empty_output(q, layout, out.shape[3])
+    if _strides_that_count(out) == _strides_that_count(wanted):
         return out
+    order = _memory_order(wanted)
     return out.permute(order).contiguous().permute(_inverse(order))
+
+
+def _strides_that_count(tensor: Tensor) -> list[int]:
+    """Those of axes of more than one element; nothing depends on the others."""
+    return [stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1]
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
@@ -82,21 +92,28 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     """
     q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
     lse = None
-    if call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty:
-        out = _by_sdpa(call, q, k, v)
-    else:
-        out, lse = _written_out(call, q, k, v)
+    with without_autocast(q.device.type):
+        if _says_the_same(call):
+            out = _by_sdpa(call, q, k, v)
+        else:
+            out, lse = _written_out(call, q, k, v)
     out = call.bhsd(out)
     if not torch.compiler.is_compiling():
-        out = like_q(out, call.q)
+        out = like_q(out, call.q, call.layout)
     return out, lse if call.return_lse else None
 
 
 def describe(call: Call) -> str:
     """Which of torch's ways `attention` takes."""
-    if call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty:
+    if _says_the_same(call):
         return "torch.nn.functional.scaled_dot_product_attention"
     return "torch, scores written out"
+
+
+def _says_the_same(call: Call) -> bool:
+    """Whether `scaled_dot_product_attention` serves a call. Its backends know no forward-mode AD."""
+    plain = call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty
+    return plain and not transformed()
 
 
 def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -130,7 +147,8 @@ def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def visible(call: Call, rows: slice) -> Tensor:
     """What the mask keeps: a bool tensor (batch or 1, heads or 1, rows, k_len)."""
     env = _symbols(call, rows)
-    keep = torch.as_tensor(evaluate_rule(call.mask, env), device=call.q.device)
+    with without_autocast(call.q.device.type):
+        keep = on_device(evaluate_rule(call.mask, env), call.q.device)
     keep = keep[(None,) * (4 - keep.dim())]
     return keep.expand(-1, -1, rows.stop - rows.start, call.sizes.k_len)
 
@@ -161,7 +179,7 @@ def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
         env = _symbols(call, rows)
         if call.score_mod is not None:
             changed = evaluate_rule(call.score_mod, {**env, "score": scores})
-            scores = torch.as_tensor(changed, dtype=torch.float32, device=q.device).expand_as(scores)
+            scores = on_device(changed, q.device).float().expand_as(scores)
         if call.mask.rule.text != _FULL:
             scores = scores.masked_fill(~visible(call, rows), -math.inf)
         # The maximum of a row that sees nothing is replaced by 0, and its sum by 1 before anything divides
@@ -183,7 +201,7 @@ def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     if torch.compiler.is_compiling() or step >= q_len:
         out, lse = some_rows(q, k, v, slice(0, q_len))
     else:
-        again = torch.is_grad_enabled()
+        again = torch.is_grad_enabled() and not transformed()  # a transform allows no saved-tensor hooks
         parts = [
             checkpoint(some_rows, q, k, v, rows, use_reentrant=False) if again else some_rows(q, k, v, rows)
             for rows in (slice(start, min(start + step, q_len)) for start in range(0, q_len, step))

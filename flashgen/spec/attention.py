@@ -8,6 +8,7 @@ from typing import Any
 
 from flashgen.errors import InvalidArgument
 from flashgen.spec import masks
+from flashgen.spec.form import brief, shown
 from flashgen.spec.rule import Rule
 
 DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -15,6 +16,10 @@ DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 OPS = ("fwd",)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+MAX_INDEX = 2**31 - 1
+"""Longest sequence, and most heads of a whole batch: kernels count both in 32 bits."""
+MAX_ELEMENTS = 2**48
+"""Of one tensor: far more than a GPU holds, and its bytes still count in 64 bits."""
 FULL = masks.full().rule
 
 
@@ -60,11 +65,11 @@ class AttentionSpec:
                     f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad the tensors to the next one"
                 )
         if self.dtype not in DTYPES:
-            raise InvalidArgument(f"dtype={self.dtype!r} is not served; allowed: {', '.join(DTYPES)}")
+            raise InvalidArgument(f"dtype={shown(self.dtype)} is not served; allowed: {', '.join(DTYPES)}")
         if self.op not in OPS:
-            raise InvalidArgument(f"op={self.op!r} is not served; allowed: {', '.join(OPS)}")
+            raise InvalidArgument(f"op={shown(self.op)} is not served; allowed: {', '.join(OPS)}")
         if self.fp32_precision not in ("ieee", "tf32"):
-            raise InvalidArgument(f"fp32_precision={self.fp32_precision!r} must be 'ieee' or 'tf32'")
+            raise InvalidArgument(f"fp32_precision={shown(self.fp32_precision)} must be 'ieee' or 'tf32'")
         if self.score_mod is not None:
             names = [
                 {n for n, _ in r.params} | {o.name for o in r.operands} for r in (self.mask, self.score_mod)
@@ -162,16 +167,24 @@ class Workload:
     """Numeric parameters of the mask and score rule, in their order (window, cap)."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("q_len", "k_len"):
-            if getattr(self, name) < 0:
-                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 0")
+        for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("q_len", 0), ("k_len", 0)):
+            if not least <= getattr(self, name) <= MAX_INDEX:
+                given = brief(str(getattr(self, name)), 40)
+                raise InvalidArgument(f"{name}={given} must be at least {least} and at most {MAX_INDEX}")
         if self.heads % self.kv_heads:
             raise InvalidArgument(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: "
                 "each key head serves a whole group of query heads"
+            )
+        rows = self.batch * self.heads
+        if rows > MAX_INDEX:
+            raise InvalidArgument(
+                f"batch={self.batch} times heads={self.heads} must be at most {MAX_INDEX}; split the batch"
+            )
+        elements = rows * max(self.q_len, self.k_len) * max(self.spec.head_dim, self.spec.head_dim_v)
+        if elements > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"{self.name} has tensors of {elements} elements; at most {MAX_ELEMENTS}: split the batch"
             )
 
     def bucket(self) -> Bucket:

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.spec.form import shown
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_TEXT = 4096
+"""Characters of a mask or score rule that a person writes; more would only meet Python's own limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,35 @@ class Entry(Generic[T]):
         return tuple(self.build(*sample) for sample in self.samples)
 
 
-def read(text: str, what: str, example: str) -> ast.expr:
-    """The syntax tree of what a user wrote.
+def constant_in_traces(function: F) -> F:
+    """Marks a function of texts that torch.compile calls as it traces, instead of tracing it.
+
+    It does what torch.compiler.assume_constant_result does, which would import torch's compiler first.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def read(text: str, what: str, example: str, build: Callable[[ast.expr], T]) -> T:
+    """What `build` makes of the syntax tree of what a user wrote.
 
     Raises:
-        InvalidArgument: it is not even an expression.
+        InvalidArgument: it is not even an expression, or too large a one; and what `build` raises.
     """
+    if len(text) > MAX_TEXT:
+        raise InvalidArgument(
+            f"a {what} of {len(text)} characters; at most {MAX_TEXT} are read, write one like {example}"
+        )
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InvalidArgument(f"{text!r} is not a {what}; write one like {example}") from None
+        raise InvalidArgument(f"{shown(text)} is not a {what}; write one like {example}") from None
+    try:
+        return build(tree)
+    except RecursionError:
+        raise InvalidArgument(
+            f"{shown(text)} is nested too deeply for a {what}; write one like {example}"
+        ) from None
 
 
 def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example: str) -> T:
@@ -48,7 +72,7 @@ def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example
     """
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name):
-        raise InvalidArgument(f"{ast.unparse(node)!r} is not a {what}; write one like {example}")
+        raise InvalidArgument(f"{shown(ast.unparse(node))} is not a {what}; write one like {example}")
     if called.id not in table:
         raise UnknownName(what, called.id, table)
     build = table[called.id].build
@@ -62,7 +86,7 @@ def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example
         bound = signature.bind(*args, **named)  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidArgument(
-            f"{ast.unparse(node)!r}: {error}; it is called as {called.id}{_parameters(signature)}"
+            f"{shown(ast.unparse(node))}: {error}; it is called as {called.id}{_parameters(signature)}"
         ) from None
     return build(*bound.args, **bound.kwargs)
 
@@ -78,6 +102,7 @@ def _literal(node: ast.expr) -> int | float | str | bool | None:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         value = node
     if value is not None and not isinstance(value, int | float | str):
-        shown = ast.unparse(node)
-        raise InvalidArgument(f"{shown!r} is no argument; write a number, None or a word in quotes")
+        raise InvalidArgument(
+            f"{shown(ast.unparse(node))} is no argument; write a number, None or a word in quotes"
+        )
     return value

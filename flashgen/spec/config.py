@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.errors import InvalidArgument
+from flashgen.spec.form import shown
 
 Value = int | str
 
@@ -29,9 +30,9 @@ class Config:
     def __post_init__(self) -> None:
         for name, value in self.values:
             if name not in SHORT_NAMES:
-                raise InvalidArgument(f"{name!r} is no tunable; known: {', '.join(SHORT_NAMES)}")
+                raise InvalidArgument(f"{shown(name)} is no tunable; known: {', '.join(SHORT_NAMES)}")
             if not isinstance(value, (int, str)):
-                raise InvalidArgument(f"tunable {name}={value!r} must be an int or a text")
+                raise InvalidArgument(f"tunable {name}={shown(value)} must be an int or a text")
             if name.startswith("block_") and (
                 not isinstance(value, int) or value < 16 or value & (value - 1)
             ):

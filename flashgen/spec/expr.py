@@ -470,7 +470,7 @@ def result_type(expr: Expr, types: Mapping[str, str]) -> str:
         for index, type_ in zip(expr.indices, given, strict=True):
             if type_ != "int":
                 raise InvalidArgument(
-                    f"index {to_text(index)!r} of {to_text(expr)!r} is {type_}; "
+                    f"index {_shortened(to_text(index))!r} of {_shortened(to_text(expr))!r} is {type_}; "
                     "an index is an integer expression"
                 )
         return types[expr.operand]
@@ -482,11 +482,12 @@ def result_type(expr: Expr, types: Mapping[str, str]) -> str:
             if take == "bool":
                 hint = "write comparisons in parentheses, as in (x != 0): & and | bind tighter than they do"
             raise InvalidArgument(
-                f"{row.text!r} in {to_text(expr)!r} takes a {take}, but {to_text(arg)!r} is {type_}; {hint}"
+                f"{row.text!r} in {_shortened(to_text(expr))!r} takes a {take}, but "
+                f"{_shortened(to_text(arg))!r} is {type_}; {hint}"
             )
     if len(shared) > 1:
         raise InvalidArgument(
-            f"{row.text!r} in {to_text(expr)!r} mixes a bool with a number; make both one kind, "
+            f"{row.text!r} in {_shortened(to_text(expr))!r} mixes a bool with a number; make both one kind, "
             "for example where(x, 1, 0)"
         )
     if row.gives in ("bool", "float"):
@@ -648,6 +649,8 @@ class _Reader:
             known = ", ".join(self.operands) or "none; declare it, as in ... where ids: i32"
             raise self._refusal(node, f"only an operand is read by index; operands: {known}")
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not indices:
+            raise self._refusal(node, f"an operand is read by index, as in {node.value.id}[batch]")
         rank = self.operands[node.value.id]
         if rank is not None and len(indices) != rank:
             raise self._refusal(node, f"{node.value.id} has {rank} dimensions and takes as many indices")
@@ -655,7 +658,7 @@ class _Reader:
 
     def _call(self, node: ast.Call, name: str) -> Expr:
         if name not in FUNCTIONS:
-            raise self._refusal(node, f"unknown function {name!r}; known: {', '.join(FUNCTIONS)}")
+            raise self._refusal(node, f"unknown function {_shortened(name)!r}; known: {', '.join(FUNCTIONS)}")
         if node.keywords:
             raise self._refusal(node, "functions take no named arguments; give them in order")
         args = tuple(self.read(arg) for arg in node.args)

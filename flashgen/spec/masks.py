@@ -6,13 +6,15 @@ import ast
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from flashgen.errors import InvalidArgument
 from flashgen.spec import catalog
 from flashgen.spec import rule as rules
 from flashgen.spec.catalog import Entry
-from flashgen.spec.rule import Bound, Rule
+from flashgen.spec.form import shown
+from flashgen.spec.rule import Bound, Combined, Rule
 
 UNLIMITED = 2**30
 """A window of at least this many keys reaches past every sequence, and is taken as None."""
@@ -20,7 +22,10 @@ UNLIMITED = 2**30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask(Bound):
-    """A mask rule with its numbers and tensors; `&`, `|` and `~` combine masks."""
+    """A mask rule with its numbers and tensors; `&`, `|` and `~` combine masks.
+
+    torch.compile traces `&` and `|`, but `~` of no object: make such a mask outside, or write "~causal".
+    """
 
     KIND: ClassVar[str] = "mask"
 
@@ -31,13 +36,32 @@ class Mask(Bound):
         return self._join("|", other)
 
     def __invert__(self) -> Mask:
-        rule = rules.invert(self.rule)
-        return Mask(rule, self.values, self.tensors)
+        return Mask(_inverted(*_identity(self.rule)), self.values, self.tensors)
 
     def _join(self, op: str, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        return rules.combine(rules.join(op, self.rule, other.rule), self, other)
+        joined = _joined(op, *_identity(self.rule), *_identity(other.rule))
+        return rules.combine(joined, self, other)
+
+
+def _identity(rule: Rule) -> tuple[str, str, str]:
+    return rule.text, rule.name, rule.form
+
+
+# Of texts, which torch.compile holds as constants; a rule it would have to take apart.
+
+
+@lru_cache(maxsize=4096)
+@catalog.constant_in_traces
+def _joined(op: str, *identities: str) -> Combined:
+    return rules.join(op, _rule(*identities[:3]), _rule(*identities[3:]))
+
+
+@lru_cache(maxsize=4096)
+@catalog.constant_in_traces
+def _inverted(text: str, name: str, form: str) -> Rule:
+    return rules.invert(_rule(text, name, form))
 
 
 def _rule(text: str, name: str, form: str) -> Rule:
@@ -78,7 +102,7 @@ def causal(align: str = "bottom_right") -> Mask:
     """
     mask = _CAUSAL.get(align)
     if mask is None:
-        raise InvalidArgument(f"{align=} must be 'bottom_right' or 'top_left'")
+        raise InvalidArgument(f"align={shown(align)} must be 'bottom_right' or 'top_left'")
     return mask
 
 
@@ -102,7 +126,9 @@ def _window(side: str, given: Any) -> int | None:
         except TypeError:
             size = None
     if size is None or size < 0:
-        raise InvalidArgument(f"{side}={given!r} must be a number of keys, 0 or more, or None for no limit")
+        raise InvalidArgument(
+            f"{side}={shown(given)} must be a number of keys, 0 or more, or None for no limit"
+        )
     return size if size < UNLIMITED else None
 
 
@@ -116,7 +142,7 @@ def key_padding(keys: Any = "lengths") -> Mask:
     """
     if isinstance(keys, str):
         if keys not in _KEY_PADDING_WORDS:
-            raise InvalidArgument(f"{keys=} must be 'lengths' or 'keep', or a tensor")
+            raise InvalidArgument(f"keys={shown(keys)} must be 'lengths' or 'keep', or a tensor")
         return Mask(_KEY_PADDING[_KEY_PADDING_WORDS[keys]], (), (None,))
     dtype = rules.operand_dtype(keys)
     rule = _KEY_PADDING.get(dtype)
@@ -143,13 +169,14 @@ MASKS: Mapping[str, Entry[Mask]] = {
 """The masks that have a name."""
 
 
+@catalog.constant_in_traces
 def parse_mask(text: str) -> Mask:
     """Reads a mask as a command line writes it: `causal & sliding_window(1023, 0)`, `~causal`.
 
     Raises:
         InvalidArgument: an unknown name (the known ones are listed) or argument.
     """
-    return _read(catalog.read(text, "mask", _EXAMPLE))
+    return catalog.read(text, "mask", _EXAMPLE, _read)
 
 
 _EXAMPLE = "causal & sliding_window(1023, 0)"

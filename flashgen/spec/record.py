@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from flashgen.errors import InvalidArgument
+from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
 from flashgen.spec.target import Target
@@ -29,8 +29,14 @@ class Status(str, Enum):
     TIMEOUT = "TIMEOUT"
     CRASH = "CRASH"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Status:
+        raise UnknownName("status", value, [each.value for each in cls])
+
 
 SOURCES = ("measured", "model")
+SHORTEST_US = 0.1
+"""No kernel is faster: a launch alone takes ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,10 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise InvalidArgument(f"{self.source=} must be one of {', '.join(SOURCES)}")
-        if self.status is Status.OK and (self.median_us is None or not self.median_us > 0):
-            raise InvalidArgument(f"an OK measurement needs a positive time, got {self.median_us=}")
+        if self.status is Status.OK and not SHORTEST_US <= (self.median_us or 0) < math.inf:
+            raise InvalidArgument(
+                f"an OK measurement needs a time of at least {SHORTEST_US} us, got {self.median_us=}"
+            )
         if self.status is not Status.OK and not self.reason:
             raise InvalidArgument(f"a measurement with status {self.status.value} needs a reason")
 
@@ -78,6 +86,15 @@ class Versions:
     triton: str
     torch: str = ""
     driver: str = ""
+
+    def unlike(self, here: Versions) -> tuple[str, ...]:
+        """What may run a kernel at another speed, in words: triton and the driver, where both are known."""
+        pairs = ((name, getattr(self, name), getattr(here, name)) for name in ("triton", "driver"))
+        return tuple(
+            f"made with {name} {was}, here it is {now}"
+            for name, was, now in pairs
+            if was and now and was != now
+        )
 
     def to_json(self) -> dict[str, str]:
         """All fields."""

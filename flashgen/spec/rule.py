@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec import expr as ex
 from flashgen.spec.expr import Expr
+from flashgen.spec.form import MAX_ENTRIES, shown
 
 KINDS: Mapping[str, frozenset[str]] = {
     "mask": frozenset(ex.SYMBOLS) - {"score"},
@@ -51,6 +52,8 @@ TORCH_DTYPES: Mapping[str, str] = {
 """Operand dtypes by `str(tensor.dtype)`."""
 
 MAX_NAME = 64
+MAX_DECLARED = MAX_ENTRIES // 2
+"""Parameters and operands of one rule: a workload has two rules, and is written with those of both."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DECLARATION = re.compile(r"\s*([A-Za-z_0-9]+)\s*:\s*([A-Za-z_0-9]+)\s*")
 _WHERE = re.compile(r"\bwhere\b(?!\s*\()")  # the separator; the function of that name is always called
@@ -99,19 +102,21 @@ class Rule:
         type_, wanted = ex.result_type(self.expr, self.types), "bool" if self.kind == "mask" else "number"
         if (type_ == "bool") != (wanted == "bool"):
             raise InvalidArgument(
-                f"a {self.kind} rule gives a {wanted}, but {ex.to_text(self.expr)!r} is {type_}; "
+                f"a {self.kind} rule gives a {wanted}, but {shown(ex.to_text(self.expr))} is {type_}; "
                 "a mask compares positions, a score rule returns a changed score"
             )
         declared = [f"{name}: {type_}" for name, type_ in self.params]
         declared += [f"{operand.name}: {operand.dtype}" for operand in self.operands]
         text = ex.to_text(self.expr) + (f" where {', '.join(declared)}" if declared else "")
+        if len(text) > ex.MAX_TEXT:
+            raise InvalidArgument(f"a rule of {len(text)} characters; at most {ex.MAX_TEXT}: combine fewer")
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "_hash", hash((self.kind, text)))
         if not self.name:
             object.__setattr__(self, "name", _fitting_name("rule", self.text, always_digest=True))
         elif not _NAME.fullmatch(self.name) or len(self.name) > MAX_NAME:
             raise InvalidArgument(
-                f"rule name {self.name!r} must be lower-case letters, digits and underscores, "
+                f"rule name {shown(self.name)} must be lower-case letters, digits and underscores, "
                 f"at most {MAX_NAME}"
             )
 
@@ -155,6 +160,8 @@ def _check_declarations(rule: Rule) -> None:
     if strange:
         raise UnknownName(f"symbol in a {rule.kind} rule:", min(strange), KINDS[rule.kind])
     names = [name for name, _ in rule.params] + [operand.name for operand in rule.operands]
+    if len(names) > MAX_DECLARED:
+        raise InvalidArgument(f"a rule declares {len(names)} names; at most {MAX_DECLARED}: combine fewer")
     for name in names:
         reserved = (
             name in ex.SYMBOLS or name in ex.TILE_SYMBOLS or name in ex.FUNCTIONS or keyword.iskeyword(name)
@@ -162,26 +169,26 @@ def _check_declarations(rule: Rule) -> None:
         misshapen = not _NAME.fullmatch(name) or "__" in name or len(name) > MAX_NAME
         if reserved or misshapen or names.count(name) > 1:
             raise InvalidArgument(
-                f"{name!r} cannot be declared: a name is lower-case letters, digits and single underscores, "
-                "occurs once, and is no symbol, function or keyword; choose another"
+                f"{shown(name)} cannot be declared: a name is lower-case letters, digits and single "
+                "underscores, occurs once, and is no symbol, function or keyword; choose another"
             )
     for kind, used in (("parameter", ex.params(rule.expr)), ("operand", _operand_names(rule.expr))):
         declared = [name for name, _ in rule.params] if kind == "parameter" else names[len(rule.params) :]
         if set(declared) != set(used):
             odd = sorted(set(declared) ^ set(used))[0]
             state = "declared but not used" if odd in declared else "used but not declared"
-            raise InvalidArgument(f"{kind} {odd!r} is {state} in {ex.to_text(rule.expr)!r}")
+            raise InvalidArgument(f"{kind} {shown(odd)} is {state} in {shown(ex.to_text(rule.expr))}")
     for name, type_ in rule.params:
         if type_ not in PARAM_TYPES:
-            raise UnknownName(f"type of parameter {name!r}:", type_, PARAM_TYPES)
+            raise UnknownName(f"type of parameter {shown(name)}:", type_, PARAM_TYPES)
     for operand in rule.operands:
         if operand.dtype not in OPERAND_DTYPES:
-            raise UnknownName(f"dtype of operand {operand.name!r}:", operand.dtype, OPERAND_DTYPES)
+            raise UnknownName(f"dtype of operand {shown(operand.name)}:", operand.dtype, OPERAND_DTYPES)
         for load in ex.loads(rule.expr):
             if load.operand == operand.name and len(load.indices) != operand.rank:
                 raise InvalidArgument(
-                    f"{ex.to_text(load)!r} does not have {operand.rank} indices; every read of an operand "
-                    "takes one index per dimension"
+                    f"{shown(ex.to_text(load))} does not have {operand.rank} indices; every read of an "
+                    "operand takes one index per dimension"
                 )
 
 
@@ -202,14 +209,16 @@ def _parse(kind: str, text: str, name: str, form: str) -> Rule:
         raise UnknownName("kind of rule", kind, KINDS)
     body, *declarations = _WHERE.split(text)
     if len(declarations) > 1:
-        raise InvalidArgument(f"{text!r} has more than one 'where'; list all declarations after the first")
+        raise InvalidArgument(
+            f"{shown(text)} has more than one 'where'; list all declarations after the first"
+        )
     types: dict[str, str] = {}
     for piece in declarations[0].split(",") if declarations else ():
         match = _DECLARATION.fullmatch(piece)
         if match is None:
-            raise InvalidArgument(f"{piece.strip()!r} is not a declaration; write one like left: i32")
+            raise InvalidArgument(f"{shown(piece.strip())} is not a declaration; write one like left: i32")
         if match[1] in types:
-            raise InvalidArgument(f"{match[1]!r} is declared twice in {text!r}; declare it once")
+            raise InvalidArgument(f"{shown(match[1])} is declared twice in {shown(text)}; declare it once")
         types[match[1]] = match[2]
     expr = ex.parse(body, symbols=KINDS[kind], params=types, operands=dict.fromkeys(types))
     ranks = {load.operand: len(load.indices) for load in ex.loads(expr)}
@@ -332,10 +341,12 @@ class Bound:
     def __post_init__(self) -> None:
         rule = self.rule
         if rule.kind != self.KIND:
-            raise InvalidArgument(f"{rule.text!r} is a {rule.kind} rule; a {self.KIND} rule is needed here")
+            raise InvalidArgument(
+                f"{shown(rule.text)} is a {rule.kind} rule; a {self.KIND} rule is needed here"
+            )
         if len(self.values) != len(rule.params) or len(self.tensors) != len(rule.operands):
             raise InvalidArgument(
-                f"{rule.text!r} takes {len(rule.params)} values and {len(rule.operands)} tensors, "
+                f"{shown(rule.text)} takes {len(rule.params)} values and {len(rule.operands)} tensors, "
                 f"but has {len(self.values)} and {len(self.tensors)}"
             )
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.errors import InvalidArgument
 from flashgen.spec import catalog
 from flashgen.spec import rule as rules
 from flashgen.spec.catalog import Entry
-from flashgen.spec.rule import Bound, Rule
+from flashgen.spec.form import shown
+from flashgen.spec.rule import Bound, Combined, Rule
 
 MIN_CAP, MAX_CAP = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The normal numbers of float32, which the kernel receives."""
@@ -28,16 +30,32 @@ class ScoreMod(Bound):
 
     def then(self, other: ScoreMod) -> ScoreMod:
         """The rule that applies this one and then `other` to its result."""
-        return rules.combine(rules.compose(self.rule, other.rule), self, other)
+        one, two = self.rule, other.rule
+        composed = _composed(one.text, one.name, one.form, two.text, two.name, two.form)
+        return rules.combine(composed, self, other)
 
 
-_SOFTCAP = Rule.parse("score", "cap * tanh(score / cap) where cap: f32", name="softcap", form="softcap({})")
+@lru_cache(maxsize=4096)
+@catalog.constant_in_traces
+def _composed(*identities: str) -> Combined:
+    # Of texts, as the joining of masks.
+    return rules.compose(_rule(*identities[:3]), _rule(*identities[3:]))
+
+
+def _rule(text: str, name: str, form: str) -> Rule:
+    return Rule.parse("score", text, name=name, form=form)
+
+
+_SOFTCAP = _rule("cap * tanh(score / cap) where cap: f32", "softcap", "softcap({})")
 
 
 def softcap(cap: float) -> ScoreMod:
     """Bends scores smoothly into the range from -cap to cap."""
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not MIN_CAP <= cap <= MAX_CAP:
-        raise InvalidArgument(f"{cap=} must be a finite number above 0; for no cap, leave the rule out")
+        raise InvalidArgument(
+            f"cap={shown(cap)} must be a number from {MIN_CAP:.3g} to {MAX_CAP:.3g}, the normal numbers of "
+            "float32; for no cap, leave the rule out"
+        )
     return ScoreMod(_SOFTCAP, (float(cap),))
 
 
@@ -57,15 +75,19 @@ SCORE_MODS: Mapping[str, Entry[ScoreMod]] = {
 _EXAMPLE = "softcap(30.0)"
 
 
+@catalog.constant_in_traces
 def parse_score_mod(text: str) -> ScoreMod:
     """Reads score rules in the order they apply: `softcap(50.0), softcap(30.0)`.
 
     Raises:
         InvalidArgument: an unknown name (the known ones are listed) or argument.
     """
-    node = catalog.read(text, "score rule", _EXAMPLE)
-    nodes = node.elts if isinstance(node, ast.Tuple) else [node]
-    composed = compose([catalog.read_entry(each, SCORE_MODS, "score rule", _EXAMPLE) for each in nodes])
+    composed = catalog.read(text, "score rule", _EXAMPLE, _read)
     if composed is None:
-        raise InvalidArgument(f"{text!r} names no score rule; write one like {_EXAMPLE}")
+        raise InvalidArgument(f"{shown(text)} names no score rule; write one like {_EXAMPLE}")
     return composed
+
+
+def _read(node: ast.expr) -> ScoreMod | None:
+    nodes = node.elts if isinstance(node, ast.Tuple) else [node]
+    return compose([catalog.read_entry(each, SCORE_MODS, "score rule", _EXAMPLE) for each in nodes])

@@ -19,7 +19,8 @@ from sqlalchemy import BigInteger, Connection, Select, Table, Text, func, litera
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import StaticPool
 
-from flashgen.errors import StoreError
+from flashgen.errors import InvalidArgument, StoreError
+from flashgen.spec import form
 from flashgen.spec.attention import Bucket, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import (
@@ -34,7 +35,7 @@ from flashgen.spec.record import (
 )
 from flashgen.spec.target import Target
 from flashgen.store.faults import DATABASE_ERRORS, Fault, explained, fault_of
-from flashgen.store.jsonl import check_record, parse_spec, plain
+from flashgen.store.jsonl import NO_RECORD, check_record, parse_spec, problem_of
 from flashgen.store.notices import warn_once
 from flashgen.store.opening import damage_notice, identity, open_database, set_aside, writing
 from flashgen.store.schema import Real, kernels, measurements, targets
@@ -79,6 +80,16 @@ RECORD = select(
 ).select_from(JOINED)
 """All of a record; `_record` takes the columns in this order."""
 
+TYPES = tuple(
+    (
+        column.name,
+        str if isinstance(column.type, Text) else float if isinstance(column.type, Real) else int,
+        bool(column.nullable),
+    )
+    for column in RECORD.selected_columns
+)
+"""(name, type, whether it may be NULL) of each column: SQLite stores anything anywhere."""
+
 
 class TuningDB:
     """Records in SQLite (a path, or a `sqlite:///` URL) or PostgreSQL; implements `RecordStore`.
@@ -88,7 +99,9 @@ class TuningDB:
     the database when it returns, and a process that dies loses at most the record it was adding.
 
     A call that needs an answer gets one: `ranked` and `hints` warn and answer with nothing if the database
-    fails. All else raises `StoreError`. How a database that cannot be written is opened, see `opening`.
+    fails. All else raises `StoreError`. A row that is no record (damaged, or of a newer FlashGen) is passed
+    over with a warning, and listed by `problems`. How a database that cannot be written is opened, see
+    `opening`.
     """
 
     def __init__(
@@ -175,7 +188,7 @@ class TuningDB:
         query = _where(target, spec_key, family, status, source)
         number, last = measurements.c.id, 0
         while rows := self._rows(query.where(number > last).order_by(number).limit(PAGE)):
-            yield from map(_record, rows)
+            yield from self._read(rows)
             last = rows[-1][0]
 
     def ranked(self, workload: Workload, target: Target) -> tuple[Record, ...]:
@@ -194,7 +207,7 @@ class TuningDB:
         except StoreError as error:
             warn_once(f"{error}; its records are not used")
             return ()
-        return rank_hints(map(_record, rows), workload, target, self.stale)
+        return rank_hints(self._read(rows), workload, target, self.stale)
 
     def best(self, target: Target | None = None) -> Iterator[Record]:
         """The fastest of each workload and admission class, stale or not: the view `best`."""
@@ -204,7 +217,7 @@ class TuningDB:
         numbers = sorted(int(row[0]) for row in self._rows(query))
         for start in range(0, len(numbers), PAGE):
             page = measurements.c.id.in_(numbers[start : start + PAGE])
-            yield from map(_record, self._rows(RECORD.where(page).order_by(measurements.c.id)))
+            yield from self._read(self._rows(RECORD.where(page).order_by(measurements.c.id)))
 
     def counts(self) -> list[tuple[str, str, str, int]]:
         """(target key, spec key, status, number of records), in this order."""
@@ -219,16 +232,19 @@ class TuningDB:
 
     def problems(self) -> list[str]:
         """What a full examination finds wrong; an empty list for a healthy database. Changes nothing."""
-        if self.engine.dialect.name != "sqlite":
-            return []  # a server keeps its own files whole
+        found: list[str] = []
         try:
             with self._lock, self.engine.connect() as connection:
-                found = [str(row[0]) for row in connection.execute(text("PRAGMA integrity_check"))]
-                loose = connection.execute(text("PRAGMA foreign_key_check")).fetchall()
+                if self.engine.dialect.name == "sqlite":  # a server keeps its own files whole
+                    found += [str(row[0]) for row in connection.execute(text("PRAGMA integrity_check"))]
+                    loose = connection.execute(text("PRAGMA foreign_key_check"))
+                    found += [
+                        f"row {row[1]} of {row[0]} points to a missing row of {row[2]}" for row in loose
+                    ]
+                found += _unreadable(connection.execution_options(yield_per=PAGE).execute(RECORD))
         except DATABASE_ERRORS as error:
-            return [str(getattr(error, "orig", None) or error)]
-        lost = [f"row {row[1]} of {row[0]} points to a missing row of {row[2]}" for row in loose]
-        return [line for line in found if line != "ok"] + lost
+            found.append(str(getattr(error, "orig", None) or error))
+        return [line for line in found if line != "ok"]
 
     def close(self) -> None:
         """Closes all connections; SQLite then folds its log into the file."""
@@ -247,15 +263,15 @@ class TuningDB:
         query = _where(target, workload.spec.key).order_by(measurements.c.id)
         rows = self._rows(query.limit(FEW + 1))
         if len(rows) <= FEW:
-            return rank(map(_record, rows), workload, self.stale)
+            return rank(self._read(rows), workload, self.stale)
         # An exhaustively tuned spec has thousands of records at 20 us each: what is far away and has no say
         # stays in the database.
         buckets, classes = self._near(workload, target)
         nearby = measurements.c.bucket.in_(buckets) | measurements.c.status.in_([s.value for s in DISTRUSTED])
-        found = rank(map(_record, self._rows(query.where(nearby))), workload, self.stale)
+        found = rank(self._read(self._rows(query.where(nearby))), workload, self.stale)
         if {record.admission for record in found} == classes:
             return found
-        return rank(map(_record, self._rows(query)), workload, self.stale)
+        return rank(self._read(self._rows(query)), workload, self.stale)
 
     def _near(self, workload: Workload, target: Target) -> tuple[list[str], set[str]]:
         """The nearest buckets that hold candidates enough, and all admission classes there are."""
@@ -272,9 +288,12 @@ class TuningDB:
         )
         wanted, held = workload.bucket(), []
         for name, batch, heads, kv_heads, q_len, k_len, admission, params_json, count in self._rows(query):
-            params = replace(workload, params=_pairs(params_json)).bucket().params
-            bucket = Bucket(batch, heads, kv_heads, q_len, k_len, params)
-            held.append((wanted.distance(bucket), str(name), str(admission), int(count)))
+            try:
+                params = replace(workload, params=_pairs(params_json)).bucket().params
+                distance = wanted.distance(Bucket(batch, heads, kv_heads, q_len, k_len, params))
+            except NO_RECORD:
+                continue  # these rows are no records
+            held.append((distance, str(name), str(admission), int(count)))
         buckets, classes, records = [], set[str](), 0
         everything = {admission for _, _, admission, _ in held}
         for _, members in groupby(sorted(held), key=itemgetter(0)):
@@ -287,6 +306,17 @@ class TuningDB:
         return buckets, everything
 
     # Faults
+
+    def _read(self, rows: Iterable[Sequence[Any]]) -> Iterator[Record]:
+        """The records of some rows; what is none costs one warning for each kind of problem."""
+        for row in rows:
+            try:
+                record = _record(row)
+            except NO_RECORD as error:
+                told = f"{self.where}: records are passed over: {problem_of(error)}"
+                warn_once(f"{told}; `flashgen db check` names them")
+            else:
+                yield record
 
     def _rows(self, query: Select[Any]) -> Sequence[Sequence[Any]]:
         return self._run(lambda connection: connection.execute(query).fetchall(), "read")
@@ -351,7 +381,10 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 
 
 def _rows(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A record as a row of targets, of kernels and of measurements."""
+    """A record as a row of targets, of kernels and of measurements; its reason is cut to what can be kept."""
+    reason = form.brief(form.plain(record.measurement.reason), form.MAX_REASON)
+    record = replace(record, measurement=replace(record.measurement, reason=reason))
+    form.checked(record.to_json(), form.RECORD, "record")  # what an export holds, an import takes
     check_record(record)
     target, workload, measured = record.target, record.workload, record.measurement
     spec = workload.spec
@@ -373,7 +406,7 @@ def _rows(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         **{name: getattr(workload, name) for name in SIZES},
         "params_json": json.dumps(dict(workload.params)),
         "status": measured.status.value,
-        "reason": plain(measured.reason),
+        "reason": measured.reason,
         **{name: getattr(measured, name) for name in OUTCOME},
         "density": record.density,
         **{name: getattr(record.versions, name) for name in VERSIONS},
@@ -399,13 +432,30 @@ def _digest(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
+def _unreadable(rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Which rows are no records, a line for each kind of problem."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        try:
+            _record(row)
+        except NO_RECORD as error:
+            found.setdefault(problem_of(error), []).append(row[0])
+    return [
+        f"row {first} of measurements{f', and {len(more)} more,' if more else ''} cannot be read: {problem}"
+        for problem, (first, *more) in found.items()
+    ]
+
+
 def _record(row: Sequence[Any]) -> Record:
-    """The inverse of `_rows`, from the columns of `RECORD`."""
+    """The inverse of `_rows`, from the columns of `RECORD`; raises one of `NO_RECORD` where it is none."""
+    for value, (column, type_, nullable) in zip(row, TYPES, strict=True):
+        if type(value) is not type_ and not (nullable and value is None):
+            raise InvalidArgument(f"{column}={value!r} must be {type_.__name__}")
     _, name, arch, sm_count, shared, l2_mib, bandwidth, vendor, spec, *more = row
     batch, heads, kv_heads, q_len, k_len, params, family, config, status, *more = more
     median, low, high, passes, error, registers, spills, block, source, *more = more
     reason, kernel_hash, flashgen, triton, torch, driver, admission, density, created_at = more
-    return Record(
+    record = Record(
         _target(arch, sm_count, shared, l2_mib, bandwidth, vendor, name),
         Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, _pairs(params)),
         _config(family, config),
@@ -418,6 +468,8 @@ def _record(row: Sequence[Any]) -> Record:
         density,
         created_at,
     )
+    check_record(record)
+    return record
 
 
 # Rows repeat themselves: thousands of records share a few hundred configs and a handful of the rest.
@@ -425,17 +477,19 @@ def _record(row: Sequence[Any]) -> Record:
 
 @lru_cache(maxsize=64)
 def _target(*facts_and_name: Any) -> Target:
-    return Target(*facts_and_name)
+    target = Target(*facts_and_name)
+    form.checked(target.to_json(), form.TARGET, "target")
+    return target
 
 
 @lru_cache(maxsize=4096)
 def _config(family: str, config_json: str) -> Config:
-    return Config.from_json(family, json.loads(config_json))
+    return Config.from_json(family, form.checked(json.loads(config_json), form.CONFIG, "config"))
 
 
 @lru_cache(maxsize=256)
 def _pairs(params_json: str) -> tuple[tuple[str, float], ...]:
-    return tuple(json.loads(params_json).items())
+    return tuple(form.checked(json.loads(params_json), form.PARAMS, "params").items())
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
@@ -12,6 +15,9 @@ from flashgen.errors import StoreError
 BUSY_SECONDS = 60
 """How long a writer waits for others. A write takes milliseconds; only a process that hangs holds a
 lock longer."""
+
+ROOM = 64 * 1024
+"""Bytes of disk without which SQLite cannot even open a database for writing."""
 
 DATABASE_ERRORS = (DBAPIError, sqlite3.Error)
 """What the database layer raises; errors of a new connection's first statements come as sqlite3's own."""
@@ -60,7 +66,22 @@ def fault_of(error: BaseException) -> Fault:
     return next((fault for piece, fault in MESSAGES.items() if piece in text), Fault.OTHER)
 
 
+def fault_at(error: BaseException, where: str | Path) -> Fault:
+    """As `fault_of`, for a database in a file: SQLite gives a full disk the name of a broken one.
+
+    It needs room for its shared memory (32 KB) and says "disk I/O error" where there is none.
+    """
+    fault = fault_of(error)
+    if fault is Fault.UNOPENABLE:
+        with suppress(OSError):
+            if shutil.disk_usage(Path(where).parent).free < ROOM:
+                return Fault.FULL
+    return fault
+
+
 def explained(error: BaseException, action: str, where: str) -> StoreError:
     """The error for the user: what was tried, where, what the database said, and what to do."""
     original = getattr(error, "orig", None) or error
-    return StoreError(f"cannot {action} the record database {where}: {original}: {fault_of(error).value}")
+    return StoreError(
+        f"cannot {action} the record database {where}: {original}: {fault_at(error, where).value}"
+    )

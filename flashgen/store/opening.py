@@ -13,12 +13,14 @@ because guessing would hide the user's records from him.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from flashgen.errors import StoreError
-from flashgen.store.faults import BUSY_SECONDS, DATABASE_ERRORS, Fault, explained, fault_of
+from flashgen.store.faults import BUSY_SECONDS, DATABASE_ERRORS, Fault, explained, fault_at, fault_of
 from flashgen.store.notices import warn_once
 from flashgen.store.schema import VERSION, VERSION_TABLE
 from flashgen.store.upgrade import upgrade, version_of
@@ -87,7 +89,16 @@ def open_database(url: str | Path, readonly: bool = False) -> Opened:
         return _open_server(parsed, readonly)
     if not parsed.database or parsed.database == ":memory:":
         return _in_memory("memory", "", readonly)
-    return _open_file(Path(parsed.database).expanduser().absolute(), readonly)
+    if parsed.query:
+        raise StoreError(
+            f"{parsed.render_as_string()!r} has a query, which no SQLite file has; write a plain path, "
+            f"or {_ALLOWED}"
+        )
+    try:
+        asked = Path(parsed.database).expanduser().absolute()
+    except RuntimeError as error:
+        raise StoreError(f"{parsed.database!r} is no path: {error}; write {_ALLOWED}") from error
+    return replace(_open_file(asked, readonly), where=str(asked))
 
 
 def writing(engine: Engine) -> Connection:
@@ -174,13 +185,18 @@ def _open_server(url: URL, readonly: bool) -> Opened:
 
 
 def _open_file(path: Path, readonly: bool) -> Opened:
-    if readonly:
-        return _open_for_reading(path, "", asked=True) if path.exists() else _in_memory(str(path), "", True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not readonly:
+            path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return _in_memory(str(path), f"the folder of the record database {path} cannot be made ({error})")
-    notice = ""
+    # SQLite follows links too: a log, and what is set aside, lie beside the file itself.
+    path = Path(os.path.realpath(path))
+    if notice := _obstacle(path):
+        return _in_memory(str(path), notice, readonly)
+    if readonly:
+        there = identity(path) is not None
+        return _open_for_reading(path, "", asked=True) if there else _in_memory(str(path), "", True)
     for _ in range(3):  # a second process may damage or set aside the file again, but not for ever
         held = identity(path)
         engine = _file_engine(path, "mode=rwc")
@@ -201,7 +217,9 @@ def _open_file(path: Path, readonly: bool) -> Opened:
                 continue
             if fault in (Fault.BUSY, Fault.OTHER):
                 raise explained(error, "open", str(path)) from error
-            return _open_for_reading(path, f"the record database {path} cannot be written ({_said(error)})")
+            full = fault is not fault_at(error, path)
+            reason = "the disk is full" if full else _said(error)
+            return _open_for_reading(path, f"the record database {path} cannot be written ({reason})")
         except OSError as error:
             engine.dispose()
             raise StoreError(
@@ -209,6 +227,18 @@ def _open_file(path: Path, readonly: bool) -> Opened:
                 f"({error}); free some space in its folder, or choose another with FLASHGEN_DB or --db"
             ) from error
     raise StoreError(f"the record database {path} is damaged again and again; check the disk it lies on")
+
+
+def _obstacle(path: Path) -> str:
+    """Why there cannot be a database at a path; empty where a file is, or nothing yet."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"the record database {path} cannot be reached ({error})"
+    kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+    return "" if stat.S_ISREG(mode) else f"the record database {path} is {kind}; give the path of a file"
 
 
 def damage_notice(path: Path, aside: Path) -> str:
@@ -255,6 +285,7 @@ def _use_log(engine: Engine) -> None:
 
 def _open_for_reading(path: Path, notice: str, asked: bool = False) -> Opened:
     """Opens a file that must not (`asked`) or, for the reason in `notice`, cannot be written."""
+    trouble = ""  # of one reader, which matters only where the other fails too
     for reader in (_reader, _lone_reader):
         engine = None
         try:
@@ -265,9 +296,9 @@ def _open_for_reading(path: Path, notice: str, asked: bool = False) -> Opened:
             if engine is not None:
                 engine.dispose()
             if fault_of(error) is Fault.DAMAGED:
-                notice = f"the record database {path} is damaged and was left as it is ({_said(error)})"
+                trouble = f"the record database {path} is damaged and was left as it is ({_said(error)})"
                 break
-            notice = notice or f"the record database {path} cannot be read ({_said(error)})"
+            trouble = trouble or f"the record database {path} cannot be read ({_said(error)})"
             continue
         if version == VERSION:
             told = notice and f"{notice}; it is opened read-only, and nothing is added to it"
@@ -282,7 +313,7 @@ def _open_for_reading(path: Path, notice: str, asked: bool = False) -> Opened:
             return _told(Opened(copy, str(path), path, readonly=True, notice=told))
         engine.dispose()
         break
-    return _in_memory(str(path), notice, readonly=asked)
+    return _in_memory(str(path), "; ".join(filter(None, (notice, trouble))), readonly=asked)
 
 
 def _reader(path: Path) -> Engine:

@@ -47,7 +47,10 @@ class Real(TypeDecorator[float]):
         return _nan_as_text if dialect.name == "sqlite" else super().bind_processor(dialect)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> float | None:
-        return None if value is None else float(value)
+        try:
+            return None if value is None else float(value)
+        except ValueError:
+            return value  # type: ignore[no-any-return]  # SQLite holds anything; whoever reads the row says so
 
 
 def _nan_as_text(value: float | None) -> float | str | None:

@@ -101,7 +101,7 @@ class ModelMeasurer:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def prepare(self, workload: Workload) -> str:
+    def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
         """Nothing to prepare; the density of the inputs a GPU would be given."""
         return density(workload)
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from flashgen.errors import InvalidArgument
+from flashgen.spec.form import shown
 from flashgen.tune.search import SAMPLERS, check_sampler
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -14,6 +15,9 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
 
 DEFAULT_TRIALS = 64
 """Trials of a study (one workload, one family) when neither trials nor a budget is given."""
+
+MAX_SEED = 2**32 - 1
+"""Of numpy, which the samplers draw from."""
 
 
 def parse_budget(text: str) -> float:
@@ -28,7 +32,7 @@ def parse_budget(text: str) -> float:
     whole = "".join(number + unit for number, unit in parts) == compact
     guessed = len(parts) > 1 and any(not unit for _, unit in parts)  # 1h30 could be seconds or minutes
     if not whole or guessed or not 0 < seconds < math.inf:
-        raise InvalidArgument(f"budget {text!r} is no duration; write 90s, 10m, 1h or 1h30m")
+        raise InvalidArgument(f"budget {shown(text)} is no duration; write 90s, 10m, 1h or 1h30m")
     return seconds
 
 
@@ -56,6 +60,7 @@ class Plan:
     passes: int = 5
     """Interleaved passes over the finalists."""
     seed: int = 0
+    """Of every random choice: 0 to `MAX_SEED`."""
 
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
@@ -65,6 +70,8 @@ class Plan:
                 raise InvalidArgument(f"{name}={value} must be at least {least}")
         if self.budget_s is not None and not self.budget_s > 0:
             raise InvalidArgument(f"budget_s={self.budget_s} must be more than 0 seconds")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidArgument(f"seed={self.seed} must be from 0 to {MAX_SEED}")
 
     @property
     def trial_limit(self) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import AttentionSpec, Workload
+from flashgen.spec.form import brief, shown
 from flashgen.spec.masks import Mask, causal, full, parse_mask, sliding_window
 from flashgen.spec.score_mods import ScoreMod, parse_score_mod, softcap
 
@@ -29,6 +31,7 @@ class Heads:
     dtype: str = "bf16"
     masks: tuple[Mask, ...] = (causal(),)
     score_mod: ScoreMod | None = None
+    head_dim_v: int | None = None
 
     def workloads(self, sequences: Iterable[int], tokens: int = TOKENS) -> tuple[Workload, ...]:
         """Prefill at each length with each mask: longest first, since what it learns serves the others."""
@@ -43,6 +46,7 @@ class Heads:
                 dtype=self.dtype,
                 batch=max(1, tokens // length),
                 score_mod=self.score_mod,
+                head_dim_v=self.head_dim_v,
             )
             for mask in self.masks
             for length in sorted(set(sequences), reverse=True)
@@ -154,10 +158,8 @@ def workloads_from_args(
     masks = mask if isinstance(mask, (list, tuple)) else (mask,)
     parsed = [each if isinstance(each, Mask) else parse_mask(str(each)) for each in masks]
     rule = parse_score_mod(score_mod) if isinstance(score_mod, str) else score_mod
-    for name, sizes in (("seq", seq), ("head_dim", head_dim)):
-        for size in _several(sizes):
-            if size < 1:
-                raise InvalidArgument(f"{name}={size} must be at least 1")
+    _check_sizes("seq", _several(seq))
+    _check_sizes("head_dim", _several(head_dim))
     return tuple(
         make_workload(
             head_dim=dim,
@@ -175,11 +177,93 @@ def workloads_from_args(
     )
 
 
+def _check_sizes(name: str, sizes: Iterable[int]) -> None:
+    for size in sizes:
+        if size < 1:
+            raise InvalidArgument(f"{name}={size} must be at least 1")
+
+
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 # Hugging Face
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_kv_heads",
+        "n_head_kv",
+        "kv_n_heads",
+        "multi_query_group_num",
+    ),
+    "head_dim": ("head_dim", "kv_channels"),
+    "head_dim_v": ("v_head_dim",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "latent": ("kv_lora_rank",),
+    "width": ("hidden_size", "n_embd", "d_model", "dim"),
+    "longest": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    "dtype": ("dtype", "torch_dtype"),
+    "window": ("sliding_window",),
+    "layers": ("layer_types", "layers_block_type"),
+    "cap": ("attn_logit_softcapping",),
+    "one_kv_head": ("multi_query",),
+}
+"""What is read of a config, and the keys that models name it by, the first that is there first."""
+
+NOT_UNDERSTOOD: Mapping[str, tuple[Any, ...]] = {
+    "alibi": (),
+    "attention_chunk_size": (),
+    "attention_type": ("original_full",),
+    "attention_types": (),
+    "attention_window": (),
+    "attention_window_size": (),
+    "attn_type": ("grouped_query_attention", "multihead_attention"),
+    "attn_type_list": (),
+    "block_configs": (),
+    "block_types": (),
+    "blocksparse_block_size": (),
+    "disentangled_attention": (),
+    "full_attention_interval": (),
+    "global_head_dim": (),
+    "hybrid_layer_pattern": (),
+    "hybrid_override_pattern": (),
+    "index_topk": (),
+    "is_encoder_decoder": (),
+    "linear_attn_config": (),
+    "local_attention": (),
+    "num_global_key_value_heads": (),
+    "num_key_value_heads_per_layer": (),
+    "position_embedding_type": ("absolute", "learned_absolute", "rope", "rotary"),
+    "prefix_lm": (),
+    "relative_attention": (),
+    "relative_attention_num_buckets": (),
+    "sliding_window_size": (-1,),
+    "sparse_attention": (),
+    "swa_head_dim": (),
+    "swa_num_key_value_heads": (),
+    "use_alibi": (),
+    "use_bidirectional_attention": (),
+}
+"""Keys that change attention and are not understood, each with the values that do not; nor do empty ones."""
+
+MODELS_NOT_UNDERSTOOD: Mapping[str, str] = {
+    "bloom": "adds ALiBi to its scores",
+    "gpt_oss": "has attention sinks",
+    **dict.fromkeys(
+        ("albert", "bert", "distilbert", "electra", "roberta", "xlm-roberta"), "is no causal model"
+    ),
+}
+"""Values of `model_type` that change attention by themselves."""
+
+NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Where a text model stands inside a multimodal one."""
+
+_ONE_KV_HEAD = ("falcon", "gpt_bigcode")
+"""Models that have one where their config does not say."""
 
 _WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
 """Models without `layer_types` all of whose layers have the window; others alternate."""
@@ -187,79 +271,194 @@ _WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def workloads_from_hf_config(path: str | Path, sequences: Sequence[int] = SEQUENCES) -> tuple[Workload, ...]:
+class ConfigWarning(UserWarning):
+    """A model's config leaves something open that had to be assumed."""
+
+
+def workloads_from_hf_config(
+    path: str | Path, sequences: Sequence[int] | None = None
+) -> tuple[Workload, ...]:
     """Workloads of a model from its Hugging Face `config.json`: prefill at the lengths it can take.
 
-    Heads, kv heads, head dim, dtype, the sliding window (for the layers that have one) and the soft cap of
-    attention scores are read; a text model inside a multimodal one is found under `text_config`.
+    Heads, kv heads, head dims, dtype, the sliding window (for the layers that have one) and the soft cap of
+    attention scores are read; a text model inside a multimodal one is found. Warns where no dtype is named.
+
+    Args:
+        path: the file, or the folder it lies in.
+        sequences: lengths, by default those of `SEQUENCES` that the model can take.
 
     Raises:
-        InvalidArgument: the file cannot be read, is no JSON, or lacks what is needed; the key is named.
+        InvalidArgument: the file cannot be read, is no JSON, lacks what is needed, or has what is not
+            understood; the key is named.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
+    config = _Config(path, _text_model(_read_json(path)))
+    longest = config.number("longest", TOKENS)
+    if sequences is None:
+        lengths = [length for length in SEQUENCES if length <= longest] or [longest]
+    else:
+        lengths = list(sequences)
+        _check_sizes("seq", lengths)
+        if max(lengths, default=0) > longest:
+            raise InvalidArgument(
+                f"seq={max(lengths)} is more than the {longest} positions that {path} names"
+            )
+    return _heads_of(config).workloads(lengths)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}; give a model's config.json") from error
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON ({error}); give a model's config.json") from error
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = {"dtype": config.get("dtype") or config.get("torch_dtype")} | config["text_config"]
-    if not isinstance(config, dict):
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = brief(str(error), 200)
+        raise InvalidArgument(f"{path} is not JSON ({reason}); give a model's config.json") from error
+    if not isinstance(found, dict):
         raise InvalidArgument(f"{path} holds no JSON object; give a model's config.json")
-    longest = _number(config, path, ("max_position_embeddings", "n_positions", "n_ctx"), TOKENS)
-    lengths = [length for length in sequences if length <= longest] or [longest]
-    return _heads_of(config, path).workloads(lengths)
+    return found
 
 
-def _heads_of(config: dict[str, Any], path: Path) -> Heads:
-    heads = _number(config, path, ("num_attention_heads", "n_head", "num_heads"))
-    kv_heads = _number(config, path, ("num_key_value_heads", "num_kv_heads"), heads)
-    # Some files name head_dim and leave it null, which means the usual quotient.
-    head_dim = _number(config, path, ("head_dim",), 0)
-    if not head_dim:
-        width = _number(config, path, ("hidden_size", "n_embd", "d_model"))
-        if width % heads:
-            raise InvalidArgument(f"{path}: {heads} heads do not divide hidden_size {width}; add head_dim")
-        head_dim = width // heads
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if stated not in _DTYPES:
-        raise InvalidArgument(f"{path}: dtype {stated!r} is not served; allowed: {', '.join(_DTYPES)}")
-    cap = config.get("attn_logit_softcapping")
+def _text_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text model, without nulls, which mean the default; its dtype may stand outside."""
+    stated: dict[str, Any] = {}
+    inner: Any = config
+    while inner:
+        config = _stated(inner)
+        stated = {key: config[key] for key in KEYS["dtype"] if key in config} or stated
+        found = (config[name] for name in NESTED if isinstance(config.get(name), dict))
+        inner = next(filter(None, found), None)
+    part = config.get("attn_config")
+    return (_stated(part) if isinstance(part, dict) else {}) | stated | config
+
+
+def _stated(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """A config and where it is from, read by the names of `KEYS`."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def find(self, name: str) -> tuple[str, Any]:
+        """The key that is there, and its value; the first key and None where none is."""
+        keys = KEYS[name]
+        return next(((key, self.values[key]) for key in keys if key in self.values), (keys[0], None))
+
+    def number(self, name: str, default: int | None = None, zero: bool = False) -> int:
+        """A positive whole number; with `zero`, 0 or false stand for the default."""
+        key, value = self.find(name)
+        if value is None or (zero and value in (0, False)):
+            if default is None:
+                names = " or ".join(KEYS[name])
+                raise InvalidArgument(f"{self.path} has no {names}; it is no config.json of a language model")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refusal(key, value, "must be a positive whole number")
+        return value
+
+    def refusal(self, key: str, value: Any, why: str) -> InvalidArgument:
+        """The error that names a key and what it holds."""
+        return InvalidArgument(f"{self.path}: {key}={shown(value)} {why}")
+
+
+def _heads_of(config: _Config) -> Heads:
+    _check_understood(config)
+    heads = config.number("heads")
+    head_dim, head_dim_v = _dims_of(config, heads)
     return Heads(
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         heads=heads,
-        kv_heads=kv_heads,
-        dtype=_DTYPES[stated],
-        masks=_masks_of(config, path),
-        score_mod=softcap(float(cap)) if cap else None,
+        kv_heads=_kv_heads_of(config, heads),
+        dtype=_dtype_of(config),
+        masks=_masks_of(config),
+        score_mod=_cap_of(config),
     )
 
 
-def _masks_of(config: dict[str, Any], path: Path) -> tuple[Mask, ...]:
+def _check_understood(config: _Config) -> None:
+    advice = "is not understood; give the sizes with --head-dim, --heads, --kv-heads and --mask"
+    for key, harmless in NOT_UNDERSTOOD.items():
+        value = config.values.get(key)
+        if value and value not in harmless:
+            raise config.refusal(key, value, f"changes attention and {advice}")
+    model = config.values.get("model_type")
+    if isinstance(model, str) and model in MODELS_NOT_UNDERSTOOD and not config.values.get("is_decoder"):
+        raise config.refusal("model_type", model, f"{MODELS_NOT_UNDERSTOOD[model]}, which {advice}")
+
+
+def _kv_heads_of(config: _Config, heads: int) -> int:
+    if config.number("nope_dim", 0, zero=True):
+        return heads  # each head's keys and values are expanded from the latent
+    if config.values.get("multi_query_attention") is False:
+        return heads  # ChatGLM names its groups even where it has none
+    one = config.find("one_kv_head")[1]
+    one = config.values.get("model_type") in _ONE_KV_HEAD if one is None else one
+    grouped = not one or config.values.get("new_decoder_architecture")
+    return config.number("kv_heads", heads) if grouped else 1
+
+
+def _dims_of(config: _Config, heads: int) -> tuple[int, int]:
+    """Head dims of keys and values."""
+    nope, rope = (config.number(name, 0, zero=True) for name in ("nope_dim", "rope_dim"))
+    if nope:
+        head_dim = nope + rope
+    elif config.number("latent", 0, zero=True):
+        key, value = config.find("latent")
+        raise config.refusal(key, value, f"needs {KEYS['nope_dim'][0]} and {KEYS['rope_dim'][0]} beside it")
+    else:
+        head_dim = config.number("head_dim", 0, zero=True)
+    if not head_dim:
+        width = config.number("width")
+        if width % heads:
+            raise InvalidArgument(
+                f"{config.path}: {heads} heads do not divide {config.find('width')[0]} {width}; add head_dim"
+            )
+        head_dim = width // heads
+    return head_dim, config.number("head_dim_v", head_dim, zero=True)
+
+
+def _dtype_of(config: _Config) -> str:
+    key, stated = config.find("dtype")
+    if stated is None:
+        told = f"{config.path} names no dtype: bf16 is assumed; for another, add it to the file"
+        warnings.warn(f'{told}, as in "{key}": "float16"', ConfigWarning, stacklevel=5)
+        return "bf16"
+    dtype = _DTYPES.get(stated.removeprefix("torch.")) if isinstance(stated, str) else None
+    if dtype is None:
+        raise config.refusal(key, stated, f"is not served; allowed: {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _cap_of(config: _Config) -> ScoreMod | None:
+    key, cap = config.find("cap")
+    if not cap:
+        return None
+    try:
+        return softcap(cap)
+    except InvalidArgument as error:
+        raise config.refusal(key, cap, f"is no cap: {error}") from error
+
+
+def _masks_of(config: _Config) -> tuple[Mask, ...]:
     """The masks of a model's layers: `layer_types` where it says so, else its window for all layers."""
-    window = 0
-    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
-        window = _number(config, path, ("sliding_window",))
-    if not window:
-        return (causal(),)
-    windowed = sliding_window(window - 1, 0)  # Hugging Face's window counts the query itself
-    every = config.get("model_type") in _WINDOW_IN_EVERY_LAYER
-    kinds = config.get("layer_types") or ["sliding_attention", *([] if every else ["full_attention"])]
-    masks = [windowed if kind == "sliding_attention" else causal() for kind in kinds]
-    return tuple(dict.fromkeys(masks))
-
-
-def _number(config: dict[str, Any], path: Path, names: Sequence[str], default: int | None = None) -> int:
-    """The first of some keys that is there and not null, as a positive whole number."""
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgument(f"{path}: {name}={value!r} must be a positive whole number")
-        return value
-    if default is None:
-        raise InvalidArgument(f"{path} has no {' or '.join(names)}; it is no config.json of a language model")
-    return default
+    window = config.number("window", 0, zero=True) if config.values.get("use_sliding_window", True) else 0
+    # Hugging Face's window counts the query itself.
+    kinds = {"full_attention": causal(), "attention": causal()}
+    if window:
+        kinds["sliding_attention"] = sliding_window(window - 1, 0)
+    every = config.values.get("model_type") in _WINDOW_IN_EVERY_LAYER
+    usual = ["sliding_attention"] * bool(window) + ["full_attention"] * (not window or not every)
+    key, layers = config.find("layers")
+    if layers is not None and not isinstance(layers, list):
+        raise config.refusal(key, layers, f"must be a list of {', '.join(kinds)}")
+    for kind in layers or ():
+        if not isinstance(kind, str) or kind not in kinds:
+            hint = "" if window else "; sliding_attention needs a sliding_window"
+            raise config.refusal(key, kind, f"is not understood; known: {', '.join(kinds)}{hint}")
+    return tuple(dict.fromkeys(kinds[kind] for kind in layers or usual))

@@ -34,8 +34,14 @@ MAX_SEEDS = 6
 FINAL_ROUNDS = 6
 FINAL_SHARE, FINAL_S = 0.1, 3.0
 """Of a workload's share of the budget, kept back for the final: a part, and at most so many seconds."""
+FIRST_S = 10.0
+"""What the first trial of a workload may take of later ones' shares: one trial is far better than none."""
+GRACE_S = 5.0
+"""What readying a workload may take beyond the budget."""
 RETRIED = (Status.OUT_OF_MEMORY,)
 """Outcomes that say more about the moment than about the config: measured again by the next run."""
+RETRIED_COMPILES = (Status.TIMEOUT, Status.CRASH)
+"""The same of compiles, where a machine that is busy or fails looks like a kernel that cannot be compiled."""
 
 
 class TuneStore(RecordStore, Protocol):
@@ -90,7 +96,7 @@ class Summary:
 
     workload: Workload
     winner: Record | None
-    """As the store ranks them when the workload is done; None if no config gave a right result."""
+    """As the store ranks this run's kind of records when the workload is done; None if no config is right."""
     default_us: float | None
     """Time of the family's default config, measured with the finalists."""
     trials: int
@@ -109,8 +115,10 @@ class Summary:
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s of the winner, counting the pairs that the mask leaves."""
-        return None if self.winner is None else roofline.flops(self.workload) / self.winner.median_us / 1e6
+        """TFLOP/s of a measured winner, counting the pairs that the mask leaves."""
+        if self.winner is None or self.winner.measurement.source == "model":
+            return None
+        return roofline.flops(self.workload) / self.winner.median_us / 1e6
 
     @property
     def gain(self) -> float | None:
@@ -270,7 +278,7 @@ class _Run:
         deadline = now + share - min(FINAL_SHARE * share, FINAL_S)
         job = _Job(workload, index, total, contiguous_facts(workload), "", deadline, now)
         try:
-            job.density = self._measurer.prepare(workload)
+            job.density = self._ready(workload)
             families = serving(workload.spec, self._target)
             for position, family in enumerate(families):
                 self._study(job, family, len(families) - position)
@@ -278,11 +286,17 @@ class _Run:
         except Unsupported as error:
             job.problem = str(error)
         except MeasuringFailed as error:
-            job.problem = str(error)
-            if error.status is not Status.OUT_OF_MEMORY:
+            late = error.status is Status.TIMEOUT and self.time_is_up
+            job.problem = "the budget ended before the workload was ready" if late else str(error)
+            if not late and error.status is not Status.OUT_OF_MEMORY:
                 raise
         finally:
             self.summaries.append(self._summary(job))
+
+    def _ready(self, workload: Workload) -> str:
+        """Readies a workload, again after a crash; a GPU that cannot be readied ends the run."""
+        left = max(self._deadline - time.monotonic(), 0.0)
+        return self._measurer.prepare(workload, left + GRACE_S)
 
     def _study(self, job: _Job, family: Family, families_left: int) -> None:
         """Searches one family's space."""
@@ -298,21 +312,29 @@ class _Run:
                 config = search.ask()
                 if config is None:
                     break
-                source = self._compiler.source(job.workload.spec, config)
-                flying.append(_Flight(config, source, self._compiler.submit(source, job.facts)))
-            flight = _first_compiled(flying, until)
+                flying.append(self._submitted(job, config))
+            first = min(now + FIRST_S, self._deadline)
+            flight = _first_compiled(flying, until if job.found else max(until, first))
             if flight is None:
                 break
-            compiled, best = flight.compiled.result(), job.best
-            measurement = compiled.failure or self._measurer.measure(
-                Trial(job.workload, flight.config, compiled.artifact, best.median_us if best else math.inf)
-            )
+            measurement = self._measured(job, flight.config, flight.compiled.result())
             record = self._record(job, family, flight, measurement)
             search.tell(flight.config, _learnt_us(measurement))
             known += 1
             self._report(job, family, known, limit, record)
         for flight in flying:  # the time was up: what nobody waits for need not be compiled
             flight.compiled.cancel()
+
+    def _submitted(self, job: _Job, config: Config) -> _Flight:
+        source = self._compiler.source(job.workload.spec, config)
+        return _Flight(config, source, self._compiler.submit(source, job.facts))
+
+    def _measured(self, job: _Job, config: Config, compiled: Compiled) -> Measurement:
+        if compiled.failure is not None:
+            return compiled.failure
+        self._ready(job.workload)
+        best_us = job.best.median_us if job.best else math.inf
+        return self._measurer.measure(Trial(job.workload, config, compiled.artifact, best_us))
 
     def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
         """The feasible space of a family and a search that knows what earlier runs measured."""
@@ -349,7 +371,7 @@ class _Run:
             if (
                 record.workload == job.workload
                 and record.config in space
-                and record.measurement.status not in RETRIED
+                and not _of_the_moment(record.measurement)
                 and record.density == job.density
                 and record.versions.triton == self._versions.triton
                 and record.kernel_hash == self._compiler.source(job.workload.spec, record.config).hash
@@ -359,7 +381,8 @@ class _Run:
     def _final(self, job: _Job) -> None:
         """Measures the best again, interleaved, until no config outside looks faster than the winner.
 
-        A quick timing that was lucky would otherwise win for ever against a careful one.
+        A quick timing that was lucky would otherwise win for ever against a careful one. When the time is up,
+        or a comparison fails, the best so far stays.
         """
         if self._measurer.source == "model":
             return  # it would only say the same again
@@ -371,24 +394,39 @@ class _Run:
             )
             entrants = [record.config for record in good if record.config not in job.finals]
             entrants = entrants[: self._plan.finalists]
-            if not entrants or (job.finals and self.time_is_up):
+            if not entrants or self.time_is_up:
                 return
             held = min(job.finals.values(), key=lambda record: record.median_us, default=None)
             if held is None:
                 entrants += [c for c in job.defaults if c in job.found and c not in entrants]
             else:
                 entrants.append(held.config)
-            self._compare(job, [c for c in entrants if job.found[c].measurement.status is Status.OK])
+            rivals = [c for c in entrants if job.found[c].measurement.status is Status.OK]
+            flights = self._landed([self._submitted(job, config) for config in rivals])
+            if not flights or self.time_is_up:
+                return
+            self._ready(job.workload)
+            try:
+                self._compare(job, flights)
+            except MeasuringFailed as error:  # a finalist that fails now and then; the GPU is not lost
+                job.problem = f"{error}; the best so far stays, tune again for a whole final"
+                return
 
-    def _compare(self, job: _Job, configs: list[Config]) -> None:
+    def _landed(self, flights: Sequence[_Flight]) -> list[_Flight]:
+        """Those of some candidates that have a kernel, all of them unless the time is up first."""
+        flying, landed = deque(flights), []
+        while flight := _first_compiled(flying, self._deadline):
+            if flight.compiled.result().failure is None:
+                landed.append(flight)
+        for flight in flying:
+            flight.compiled.cancel()
+        return landed
+
+    def _compare(self, job: _Job, flights: Sequence[_Flight]) -> None:
         """One interleaved comparison; its times replace the quick ones."""
-        flights = []
-        for config in configs:
-            source = self._compiler.source(job.workload.spec, config)
-            flights.append(_Flight(config, source, self._compiler.submit(source, job.facts)))
-        ready = [flight for flight in flights if flight.compiled.result().failure is None]
-        trials = [Trial(job.workload, f.config, f.compiled.result().artifact) for f in ready]
-        for flight, measurement in zip(ready, self._measurer.compare(trials, self._plan.passes), strict=True):
+        trials = [Trial(job.workload, each.config, each.compiled.result().artifact) for each in flights]
+        timings = self._measurer.compare(trials, self._plan.passes)
+        for flight, measurement in zip(flights, timings, strict=True):
             quick = job.found[flight.config]
             record = self._stored(
                 job, flight.source, _with_error(measurement, quick.measurement), quick.admission
@@ -443,7 +481,8 @@ class _Run:
         winner = job.best
         try:
             # What a dispatcher would take, so that two tuners of one database name the same winner.
-            first = next(iter(self._store.ranked(job.workload, self._target)), None)
+            ranked = self._store.ranked(job.workload, self._target)
+            first = next((r for r in ranked if r.measurement.source == self._measurer.source), None)
             winner = first if first is not None and first.workload == job.workload else winner
         except FlashGenError:
             pass
@@ -481,6 +520,12 @@ def _first_compiled(flying: deque[_Flight], until: float) -> _Flight | None:
         futures = [flight.compiled for flight in flying]
         wait(futures, timeout=min(left, 3600.0), return_when=FIRST_COMPLETED)
     return None
+
+
+def _of_the_moment(measurement: Measurement) -> bool:
+    """Whether an outcome deserves another try by the next run; without registers there was no kernel yet."""
+    uncompiled = measurement.registers is None
+    return measurement.status in RETRIED or (uncompiled and measurement.status in RETRIED_COMPILES)
 
 
 def _learnt_us(measurement: Measurement) -> float | None:

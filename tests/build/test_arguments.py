@@ -158,6 +158,14 @@ def test_c9_products_beyond_31_bits_are_wide(tensor: str) -> None:
     assert not FACTS[facts_code(env_of({tensor: (1 << 30, 128, fused, 1)}, 99_000, 99_000), 2)].wide
 
 
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "out"])
+def test_c9_rows_that_reach_past_31_bits_are_wide_though_no_stride_is_large(tensor: str) -> None:
+    # (batch, seq, heads, dim) with 1,024 heads: 20,000 rows of 131,072 elements
+    strides = {tensor: (128, 1 << 10, 1 << 17, 1)}
+    assert FACTS[facts_code(env_of(strides, 20_000, 20_000), 2)] == CallFacts("aligned", tma=True, wide=True)
+    assert facts_code(env_of(strides, 10_000, 10_000), 2) == 0
+
+
 def test_c9_a_large_operand_is_wide() -> None:
     q, k, v, out = make()
     env = flatten(q, k, v, out, None, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from fake_cuda import FakeCuda, build, compiler
 
 from flashgen.build import device, driver
 from flashgen.build.device import current_target, device_count, live_target, read_target
-from flashgen.errors import InvalidArgument, LaunchFailed, UnknownName
+from flashgen.errors import InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import Settings
 from flashgen.spec.target import TARGETS, Target, bandwidth_class
 
@@ -84,11 +85,33 @@ def test_live_targets_come_from_the_driver_and_are_kept(
         live_target.cache_clear()
 
 
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "580.159.04", size); return 0; }
+"""
+
+
+@needs_compiler
+def test_the_drivers_version_is_nvidias_and_else_the_cuda_version(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(tmp_path, "nvml.c").write_text(NVML)
+    library = str(tmp_path / "libnvidia-ml.so")
+    subprocess.run([compiler() or "cc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    monkeypatch.setattr(driver, "MANAGEMENT_LIBRARY", library)
+    assert driver.driver_version() == "580.159.04"
+    monkeypatch.setattr(driver, "MANAGEMENT_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
+    monkeypatch.setattr(driver, "driver", lambda: cuda.driver)
+    assert driver.driver_version() == f"CUDA {cuda.driver.version()}"
+
+
 def test_without_a_gpu_the_message_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "driver", lambda: driver.Driver("libcuda-that-is-not-there.so.1"))
     live_target.cache_clear()
     assert device_count() == 0
     with pytest.raises(
-        LaunchFailed, match=r"no GPU here: .*--target NAME or FLASHGEN_TARGET; known: .*nvidia-h200"
+        NoGPU, match=r"no GPU here: .*libcuda-that-is-not-there.*is an NVIDIA driver installed"
     ):
         current_target()

@@ -242,8 +242,9 @@ def test_c14_a_misaligned_address_is_refused_and_the_next_call_is_right(cuda: Fa
         LaunchFailed, match=r"describing V at 0x7f020000000[2].*multiples of 16 B.*INVALID_VALUE"
     ):
         kernel.launch(make_env(CAUSAL, k=K + 16, v=V + 2), 0)
-    with pytest.raises(LaunchFailed, match="describing K"):
+    with pytest.raises(LaunchFailed, match="describing K") as failed:
         kernel.launch(make_env(CAUSAL, k_stride_row=36), 0)
+    assert failed.value.code == 1, "of this call, and no reason never to launch the kernel again"
     kernel.launch(make_env(CAUSAL, k=K + 32), 0)
     found = maps_of(artifact, cuda)
     assert {name: m["address"] for name, m in found.items()} == {"Q": Q, "K": K + 32, "V": V}
@@ -343,15 +344,16 @@ def test_failures_name_the_error_and_what_was_attempted(cuda: FakeCuda) -> None:
     with pytest.raises(
         LaunchFailed,
         match=r"launching attention_fwd_d128_causal_bf16_lse\w+ on GPU 0 .*ILLEGAL_ADDRESS \(700\)",
-    ):
+    ) as failed:
         kernel.launch(make_env(CAUSAL), 0)
+    assert failed.value.code == 700
 
 
-def test_an_argument_no_call_provides_is_refused(cuda: FakeCuda) -> None:
-    artifact = make_artifact(CAUSAL, "pointer")
-    shorter = tuple(name for name in artifact.abi.environment if name != "lse")
-    with pytest.raises(LaunchFailed, match="takes lse, which no call provides"):
-        Kernel(replace(artifact, abi=replace(artifact.abi, environment=shorter)), on=cuda.driver)
+def test_an_argument_no_call_provides_is_refused() -> None:
+    abi = make_artifact(CAUSAL, "pointer").abi
+    shorter = tuple(name for name in abi.environment if name != "lse")
+    with pytest.raises(InvalidArgument, match="LSE: source='lse' is no entry of the environment"):
+        replace(abi, environment=shorter)
 
 
 def test_without_a_driver_the_message_says_what_is_missing(cuda: FakeCuda) -> None:

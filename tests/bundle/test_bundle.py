@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fake_cuda import FakeCuda, build, compiler
 from made import H200, SPEC, VERSIONS, config, kernels, record, records, with_lse
 
@@ -18,9 +22,13 @@ from flashgen.build import device, launch
 from flashgen.bundle.load import Bundle, load_bundle, verify_bundle
 from flashgen.bundle.manifest import FORMAT, BundledKernel, _digest
 from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+from flashgen.cli.verify import verify
 from flashgen.codegen.abi import environment_names
 from flashgen.errors import BundleError, InvalidArgument, LaunchFailed, Unsupported
+from flashgen.runtime.explain import explained
+from flashgen.runtime.policy import Policy, Request, Source
 from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Status
 from flashgen.spec.target import find_target
 
@@ -344,17 +352,21 @@ def test_a_damaged_manifest_is_refused(bundle: Path) -> None:
     refused(bundle, "manifest.json is damaged: not JSON")
     path.write_text(text.replace('"registers": 98', '"registers": 99'))
     refused(bundle, "manifest.json is damaged: its contents do not match its sha256")
-    path.write_bytes(b"\xff\xfe\x00")
-    refused(bundle, "codec can't decode")
+    path.write_text(text, encoding="utf-16")
+    refused(bundle, "manifest.json is damaged: not UTF-8")
     path.write_text("[" * 100_000)
     refused(bundle, "manifest.json is damaged: not JSON")
     path.write_text("[]")
     refused(bundle, "this is not a FlashGen bundle")
+    path.write_text('{"format": 1, "x": ' + "[" * 900 + "]" * 900 + "}")
+    refused(bundle, "manifest.json")
     path.unlink()
     refused(bundle, "manifest.json cannot be read: the folder has none")
+    path.mkdir()
+    refused(bundle, "manifest.json is not a regular file")
 
 
-@pytest.mark.parametrize("number", [0, FORMAT + 1, "1", None])
+@pytest.mark.parametrize("number", [0, FORMAT + 1, "1", None, True, 1.0])
 def test_another_format_is_refused_before_its_contents_are_looked_at(bundle: Path, number: object) -> None:
     (bundle / "manifest.json").write_text(json.dumps({"format": number, "whatever": 1}))
     refused(bundle, f"format {number!r}; this FlashGen reads format 1")
@@ -379,10 +391,40 @@ def test_a_name_that_leaves_the_bundle_is_refused(bundle: Path, name: str) -> No
 def test_sizes_are_checked_before_anything_is_read(bundle: Path) -> None:
     name = name_of(a_file(bundle, "cubins"))
     rewrite(bundle, lambda data: data["files"][name].update(bytes=1 << 40))
-    refused(bundle, f"manifest.json describes {name} wrongly")
+    refused(
+        bundle, f"manifest.files['{name[:20]}", "allowed: a whole number of at least 1 and at most 67108864"
+    )
     with (bundle / "manifest.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
     refused(bundle, "manifest.json has 67108865 bytes, at most 67108864")
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def entry(change: Change) -> Change:
+    return lambda data: change(data["entries"][0])
+
+
+def record_of(change: Change) -> Change:
+    return entry(lambda found: change(found["record"]))
+
+
+def kernel_of(change: Change) -> Change:
+    return lambda data: change(data["kernels"][0])
+
+
+def artifact(change: Change) -> Change:
+    return kernel_of(lambda kernel: change(kernel["artifact"]))
+
+
+def abi(change: Change) -> Change:
+    return artifact(lambda found: change(found["abi"]))
+
+
+def stride(of: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(arg for arg in of["args"] if arg["source"].endswith("stride.row"))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -396,24 +438,176 @@ def test_sizes_are_checked_before_anything_is_read(bundle: Path) -> None:
             lambda d: d["kernels"][0]["artifact"].update(descriptors=[]),
             "is described wrongly: InvalidArgument",
         ),
-        (lambda d: d["kernels"][0]["artifact"].pop("shared_bytes"), "is described wrongly: TypeError"),
+        (
+            lambda d: d["kernels"][0]["artifact"].pop("shared_bytes"),
+            "kernels[0].artifact.shared_bytes is missing",
+        ),
         (
             lambda d: d["kernels"][0].update(cubin=d["kernels"][2]["cubin"]),
             "contradicts itself about cubins/",
         ),
         (
             lambda d: d.pop("entries"),
-            "does not understand (KeyError: 'entries'); it was written by FlashGen 0.1.0",
+            "(InvalidArgument: manifest.entries is missing); it was written by FlashGen 0.1.0",
         ),
-        (lambda d: d["target"].update(cores=1), "does not understand (TypeError"),
-        (lambda d: d.update(files=[]), "does not understand"),
+        (lambda d: d["target"].update(cores=1), "manifest.target.cores is not known"),
+        (lambda d: d.update(files=[]), "manifest.files must be an object"),
+        (
+            lambda d: d["target"].update(shared_per_block="x"),
+            "manifest.target.shared_per_block must not be 'x'",
+        ),
+        (lambda d: d["target"].update(name="\x1b[31mhi"), r"manifest.target.name must not be '\x1b[31mhi'"),
+        (lambda d: d.update(target_key="another"), "manifest.target_key='another' contradicts the rest"),
+        (entry(lambda e: e.update(bucket="b1")), "manifest.entries[0].bucket='b1' contradicts the rest"),
+        (
+            record_of(lambda r: r["target"].update(arch=80)),
+            "entries[0]: record.target is nvidia-h200 (cuda-sm80",
+        ),
+        (
+            record_of(lambda r: r["measurement"].update(status="WRONG", reason="x")),
+            "entries[0]: record.measurement.status='WRONG'",
+        ),
+        (
+            record_of(lambda r: r.update(config={})),
+            "entries[0]: config of b2h8kv2q512k512: attention_fwd: block_m=",
+        ),
+        (record_of(lambda r: r.update(created_at=5)), "manifest.entries[0].record.created_at must not be 5"),
+        (record_of(lambda r: r["workload"].update(batch=1.5)), "record.workload.batch must not be 1.5"),
+        (
+            kernel_of(lambda k: k["config"].update(num_stages="x")),
+            "kernels[0]: config: attention_fwd: num_stages='x'",
+        ),
+        (kernel_of(lambda k: k["spec"].update(return_lse=[])), "kernels[0].spec.return_lse must not be []"),
+        (artifact(lambda a: a.update(shared_bytes=-1)), "kernels[0].artifact.shared_bytes must not be -1"),
+        (artifact(lambda a: a.update(shared_bytes=1 << 20)), "needs 1048576 B of shared memory a block"),
+        (
+            artifact(lambda a: a["descriptors"][0].update(swizzle=4)),
+            "swizzle=4 must be a whole number from 0 to 3",
+        ),
+        (
+            abi(lambda a: a.update(num_warps=10**9)),
+            "kernels[0]: num_warps=1000000000 must be a whole number from 1",
+        ),
+        (abi(lambda a: a.update(num_warps=-1)), "kernels[0].artifact.abi.num_warps must not be -1"),
+        (
+            abi(lambda a: a.update(num_warps=8)),
+            "artifact.abi: num_warps=8 contradicts the config m64n32w4s2_tma",
+        ),
+        (
+            abi(lambda a: a["grid"].update(block_m=0)),
+            "kernels[0]: grid.block_m=0 must be a whole number from 1",
+        ),
+        (
+            abi(lambda a: a["grid"].update(block_m=16)),
+            "artifact.abi: block_m=16 contradicts the config m64n32",
+        ),
+        (abi(lambda a: a["grid"].update(rule="x")), "unknown grid.rule 'x'; known: row_tiles"),
+        (abi(lambda a: a["facts"].update(wide=None)), "artifact.abi.facts.wide must not be None"),
+        (abi(lambda a: a["facts"].update(wide=True)), "type='i32' cannot take"),
+        (
+            abi(lambda a: a["args"][0].update(source="nope")),
+            "Q: source='nope' is no entry of the environment",
+        ),
+        (abi(lambda a: a["args"][0].update(type="i32")), "Q: type='i32' cannot take q"),
+        (abi(lambda a: stride(a).update(constant=3)), "constant=3 is not what calls of this kind have"),
+        (kernel_of(lambda k: k["spec"].update(return_lse=True)), "kernels[0]: its arguments do not have"),
+        (abi(lambda a: stride(a).update(divisor=64)), "divisor=64 must be a whole number from 1 to 16"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(
-    bundle: Path, change: Callable[[dict[str, Any]], None], told: str
-) -> None:
+def test_a_manifest_that_lies_is_refused(bundle: Path, change: Change, told: str) -> None:
     rewrite(bundle, change)
     refused(bundle, told)
+
+
+VALUES = (
+    True,
+    None,
+    1.5,
+    -1,
+    0,
+    10**30,
+    "x",
+    "",
+    "\ud800",
+    "\x1b[2J",
+    [],
+    [[]],
+    {},
+    math.nan,
+    math.inf,
+    1e308,
+)
+
+
+HARMLESS = {
+    *("max_error", "max_us", "median_us", "min_us", "passes", "registers", "spill_bytes", "shared_bytes"),
+    *(
+        "created_at",
+        "density",
+        "driver",
+        "flashgen",
+        "kernel_hash",
+        "name",
+        "reason",
+        "stale",
+        "torch",
+        "triton",
+    ),
+    *("positive_scale", "return_lse", "tma", "elem_type", "swizzle", "offset"),
+    *("constant", "entries", "params", "score_mod", "sha256"),
+}
+"""Places that may say another thing: measured numbers and names, the kind of spec of a kernel or a record, a
+layout's numbers, and those where a value of `VALUES` stands already."""
+
+
+def edits(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every place of a manifest with every value of `VALUES`; the first entry of a list stands for all."""
+    items = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
+    for name, child in items:
+        yield from (((*path, name), value) for value in VALUES)
+        yield from edits(child, (*path, name))
+
+
+def put(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    *parents, last = path
+    place: Any = data
+    for name in parents:
+        place = place[name]
+    place[last] = value
+
+
+def use(bundle: Bundle) -> None:
+    """Asks a bundle for what a call asks; all that is told is fit for a terminal."""
+    source = Source("bundle", lambda: bundle, no_loader, lambda _: bundle.fallback(SPEC, ANY_CALL))
+    for facts in (ALIGNED, ANY_CALL):
+        request = Request(records()[0].workload, facts, H200)
+        decision = Policy(bundles=[source]).decide(request, loading=False)
+        assert str(explained(request, decision)).replace("\n", "").isprintable()
+        assert decision.config is not None
+
+
+def no_loader(request: Request, config: Config) -> Any:
+    raise LaunchFailed("no GPU")
+
+
+def test_every_edit_of_a_manifest_is_harmless_or_refused(bundle: Path, no_gpu: None) -> None:
+    whole = (bundle / "manifest.json").read_text()
+    every = list(edits(manifest_of(bundle)))
+    assert len(every) > 2000
+    loaded = set()
+    for path, value in random.Random(0).sample(every, 400):
+        (bundle / "manifest.json").write_text(whole)
+        rewrite(bundle, partial(put, path=path, value=value))
+        if verify_bundle(bundle).ok:
+            use(load_bundle(bundle))
+            loaded.add(path[-1])
+            continue
+        with pytest.raises(BundleError) as error:
+            load_bundle(bundle)
+        told = str(error.value)
+        assert told.replace("\n", "").isprintable(), path
+        assert any(place in told for place in (str(path[0]), "cubins/", "kernels/")), (path, told)
+    assert loaded <= HARMLESS
 
 
 def test_all_problems_are_listed_together(bundle: Path) -> None:
@@ -460,10 +654,53 @@ def test_an_older_bundle_is_replaced_and_nothing_else(
     for place in (home, home / "thesis.txt"):
         with pytest.raises(InvalidArgument, match="exists and is not a FlashGen bundle"):
             write_bundle(records(), compiled, place, H200, VERSIONS)
-    (bundle / "thesis.txt").write_text("mine")
+    for name in ("thesis.txt", "kernels/thesis.txt", "cubins/deep/thesis.txt"):
+        (bundle / name).parent.mkdir(exist_ok=True)
+        (bundle / name).write_text("mine")
+        with pytest.raises(InvalidArgument, match="exists and is not a FlashGen bundle"):
+            write_bundle(records(), compiled, bundle, H200, VERSIONS)
+        assert (bundle / name).read_text() == "mine"
+        (bundle / name).unlink()
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"format": 1, "target_key": ""}', "[" * 100_000])
+def test_a_folder_is_no_bundle_for_its_manifest_alone(
+    compiled: tuple[BundledKernel, ...], tmp_path: Path, manifest: str
+) -> None:
+    (tmp_path / "home" / "kernels").mkdir(parents=True)
+    (tmp_path / "home" / "manifest.json").write_text(manifest)
+    (tmp_path / "home" / "kernels" / "work.py").write_text("mine")
     with pytest.raises(InvalidArgument, match="exists and is not a FlashGen bundle"):
-        write_bundle(records(), compiled, bundle, H200, VERSIONS)
-    assert (bundle / "thesis.txt").read_text() == "mine"
+        write_bundle(records(), compiled, tmp_path / "home", H200, VERSIONS)
+    assert (tmp_path / "home" / "kernels" / "work.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("x" * 300, BundleError, "File name too long"),
+        ("a\0b", BundleError, "null byte"),
+        (".", InvalidArgument, "out='.' has no name of its own"),
+        ("..", InvalidArgument, "has no name of its own"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_an_error(
+    compiled: tuple[BundledKernel, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[Exception],
+    told: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(error, match=told):
+        write_bundle(records(), compiled, Path(name), H200, VERSIONS)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+    if error is BundleError:
+        assert not verify_bundle(name).ok
+        with pytest.raises(BundleError):
+            load_bundle(name)
 
 
 def test_c34_a_full_disk_leaves_nothing_and_keeps_the_old_bundle(
@@ -517,3 +754,19 @@ def test_what_a_config_needs_follows_from_its_admission() -> None:
         (True, ALIGNED),
         (True, ANY_CALL),
     ]
+
+
+def test_records_of_an_older_kernel_are_marked_and_rank_behind(
+    compiled: tuple[BundledKernel, ...], tmp_path: Path, no_gpu: None
+) -> None:
+    by_tma, by_pointer, *_ = records()
+    path = write_bundle(records(), compiled, tmp_path / "b", H200, VERSIONS, stale=[by_pointer])
+    data = manifest_of(path)
+    assert [entry["stale"] for entry in data["entries"]] == [False, True, False, False]
+    report = verify_bundle(path)
+    assert (report.ok, report.records, report.stale, report.to_json()["stale"]) == (True, 4, 1, 1)
+    shown = CliRunner().invoke(verify, [str(path)])
+    assert shown.exit_code == 0 and "stale    1 record measured another kernel" in shown.output
+    loaded = load_bundle(path)
+    assert [loaded.stale(each) for each in (by_tma, by_pointer)] == [False, True]
+    assert loaded.ranked(by_tma.workload, H200) == (by_tma, by_pointer)

@@ -149,4 +149,4 @@ def test_the_table_has_rates_and_ratios(capsys: pytest.CaptureFixture[str]) -> N
     assert "vs fa2" in printed and "vs cudnn" not in printed
     assert "1.50" in printed
     assert "mask[q_pos >= k_idx]" in printed  # not taken for markup
-    assert "cudnn has no row for 1 of 1 shapes: it is not here" in printed
+    assert "cudnn has no row for 1 of 1 shape: it is not here" in printed

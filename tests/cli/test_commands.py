@@ -15,8 +15,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import flashgen
 from flashgen.cli.main import COMMANDS, main
 from flashgen.cli.options import Selection
+from flashgen.tune.suites import SUITES
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "triton", "sqlalchemy", "optuna", "jinja2", "rich")
@@ -98,6 +100,31 @@ def test_one_line_help_is_not_cut_off() -> None:
     assert done.exit_code == 0
     assert "..." not in done.output.partition("Commands:")[2]
     assert all(f"  {command.name} " in done.output for command in COMMANDS)
+    of_db = CliRunner().invoke(main, ["db", "--help"], prog_name="flashgen", terminal_width=80)
+    assert of_db.exit_code == 0 and "..." not in of_db.output.partition("Commands:")[2]
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(main, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"flashgen {flashgen.__version__}\n")
+
+
+def test_help_lists_the_suites() -> None:
+    done = CliRunner().invoke(main, ["tune", "--help"], prog_name="flashgen", terminal_width=80)
+    assert all(name in done.output for name in SUITES)
+
+
+@pytest.mark.parametrize("wrong", [["--suite", "nope"], ["--suite", "ci", "--target", "nope"]])
+@pytest.mark.parametrize("command", ["tune", "explain", "show", "export"])
+def test_a_misspelt_name_is_told_before_anything_heavy_is_loaded(command: str, wrong: list[str]) -> None:
+    out = ["--out", "X"] if command == "export" else []
+    script = "import sys; from flashgen.cli.main import main\n"
+    script += f"try: main({[command, *out, '--target', 'nvidia-h200', *wrong]!r})\n"
+    script += "except SystemExit: print(*(name for name in ('torch', 'triton') if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert "'nope'" in done.stderr and done.stdout == "\n"
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,10 +142,14 @@ def test_check_counts_by_gpu_spec_and_status(path: Path) -> None:
     spec = make.CAUSAL.key
     h200, a100 = make.H200.key, find_target("nvidia-a100").key
     assert data["counts"] == [
-        {"target": a100, "spec": spec, "status": "OK", "records": 1, "stale": 1},
-        {"target": h200, "spec": spec, "status": "CRASH", "records": 1, "stale": 1},
-        {"target": h200, "spec": spec, "status": "OK", "records": 2, "stale": 1},
+        {"gpu": gpu, "target": target, "spec": spec, "status": status, "records": records, "stale": 1}
+        for gpu, target, status, records in (
+            ("nvidia-a100", a100, "OK", 1),
+            (make.H200.name, h200, "CRASH", 1),
+            (make.H200.name, h200, "OK", 2),
+        )
     ]
+    assert f" nvidia-a100   {spec}   OK " in run("check", "--db", path).stdout
     assert (data["database"], data["exists"], data["schema"], data["problems"]) == (
         str(path),
         True,
@@ -176,6 +181,16 @@ def test_check_of_a_damaged_database_says_so_and_leaves_it(path: Path) -> None:
     done = run("check", "--db", path)
     assert done.exit_code == 1
     assert path.read_bytes() == b"garbage" * 1000
+
+
+def test_check_names_rows_that_are_no_records(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE measurements SET status = 'FLAKY' WHERE id = 2")
+    connection.close()
+    data = as_json("check", "--db", path, code=1)
+    assert data["records"] == 3
+    (told,) = data["problems"]
+    assert told.startswith("row 2 of measurements cannot be read: unknown status 'FLAKY'; known: CRASH")
 
 
 def test_check_of_a_newer_database_names_both_versions(path: Path) -> None:

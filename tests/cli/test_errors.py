@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ WRONG = [
     (["explain", *H200, "--suite", "nope"], USAGE, ["unknown suite 'nope'", "llama3-8b"]),
     (["explain", *H200, "--mask", "nope"], USAGE, ["unknown mask 'nope'", "causal", "sliding_window"]),
     (["explain", *H200, "--mask", "sliding_window(1)"], USAGE, ["sliding_window(left, right)"]),
-    (["explain", *H200, "--score", "softcap(-1)"], USAGE, ["cap=-1", "above 0"]),
+    (["explain", *H200, "--score", "softcap(-1)"], USAGE, ["cap=-1", "must be a number"]),
     (["explain", *H200, "--head-dim", "20"], USAGE, ["head_dim=20", "multiples of 8", "16", "256"]),
     (["explain", *H200, "--heads", "6", "--kv-heads", "4"], USAGE, ["heads=6", "kv_heads=4"]),
     (["explain", *H200, "--dtype", "int8"], USAGE, ["int8", "bf16"]),
@@ -74,16 +75,81 @@ def test_an_error_is_json_where_json_was_asked_for() -> None:
     assert error["message"] in done.stderr
 
 
-@pytest.mark.skipif(device_count() > 0, reason="this machine has a GPU")
 @pytest.mark.parametrize(
     "words",
-    [["tune", "--gpu", "--suite", "ci"], ["explain", "--suite", "ci"], ["bench", "--suite", "ci"]],
-    ids=lambda words: str(words[0]),
+    [
+        ["verify", "nope"],
+        ["verify"],
+        ["db", "import", "missing"],
+        ["db", "export", "--status", "GOOD"],
+        ["db", "nope"],
+        ["explain", "--suit", "ci"],
+        ["explain", "--dtype", "int8"],
+        ["nope"],
+        ["--nope"],
+    ],
+    ids=" ".join,
 )
-def test_without_a_gpu_the_message_names_the_way_out(words: list[str]) -> None:
+def test_what_cannot_be_parsed_is_one_json_error_too(words: list[str]) -> None:
+    done = CliRunner().invoke(main, [*words, "--json"], prog_name="flashgen")
+    assert done.exit_code == USAGE
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] and error["message"] in done.stderr
+    assert CliRunner().invoke(main, words, prog_name="flashgen").stdout == ""
+
+
+@pytest.mark.skipif(device_count() > 0, reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["tune", "--suite", "ci"], "rank candidates by a model, for a GPU that is elsewhere: --target NAME"),
+        (["tune", "--gpu", "--suite", "ci"], "--target NAME in place of --gpu"),
+        (["explain", "--gpu", "--suite", "ci"], "--target NAME in place of --gpu"),
+        (
+            ["export", "--suite", "ci", "--out", "X"],
+            "pack kernels for a GPU that is elsewhere: --target NAME",
+        ),
+        (["bench", "--suite", "ci"], "bench measures: run it on a machine with the GPU"),
+    ],
+    ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else "",
+)
+def test_without_a_gpu_the_message_names_this_commands_way_out(words: list[str], advice: str) -> None:
     done = CliRunner().invoke(main, words, prog_name="flashgen")
     assert done.exit_code == FAILED
-    assert "no GPU here" in done.output and "--target NAME" in done.output and "nvidia-h200" in done.output
+    first, second, *more = done.stderr.splitlines()
+    assert first.startswith("Error: no GPU here: ") and "launching" not in done.output
+    assert advice in second
+    assert ("--target" in second) == (more != []) == ("nvidia-h200" in "".join(more))
+
+
+@pytest.mark.skipif(device_count() > 0, reason="this machine has a GPU")
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_commands_that_only_look_take_a_gpu_and_say_which(command: str) -> None:
+    done = CliRunner().invoke(main, [command, "--suite", "ci", "--json"], prog_name="flashgen")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["target"]["name"] == "nvidia-h200"
+    assert "no GPU here: this is for nvidia-h200; --target NAME chooses another" in done.stderr
+
+
+def test_an_architecture_is_one_of_its_gpus_and_says_which() -> None:
+    done = CliRunner().invoke(main, ["show", "--arch", "90", "--suite", "ci"], prog_name="flashgen")
+    assert done.stderr == (
+        "this is for nvidia-h100-pcie; --target chooses another of sm_90: nvidia-h100, nvidia-h200\n"
+    )
+
+
+def test_an_export_without_records_says_how_to_tune_just_that() -> None:
+    mask, other = "causal & sliding_window(5, 0)", "~causal"
+    named = ["--head-dim", "40", "--seq", "128", "--seq", "64", "--mask", mask, "--mask", other]
+    words = ["export", *H200, *named, "--db", "my records.db", "--out", "X"]
+    done = CliRunner().invoke(main, words, prog_name="flashgen")
+    (advice,) = [line for line in done.stderr.splitlines() if line.startswith("tune first: ")]
+    program, command, *rest = shlex.split(advice.removeprefix("tune first: "))
+    assert (program, command) == ("flashgen", "tune")
+    given = main.commands["tune"].make_context("tune", rest).params
+    assert given["target"] == "nvidia-h200" and given["url"] == "my records.db"
+    assert (given["head_dim"], given["seq"], given["mask"]) == (40, (128, 64), (mask, other))
+    assert done.exit_code == USAGE
 
 
 def test_a_file_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:

@@ -49,6 +49,20 @@ def test_config_round_trip_and_checks() -> None:
         Config("attention_fwd", (("block_m", 48),))
 
 
+def test_a_config_is_owned_with_every_tunable_at_a_value_of_its_table() -> None:
+    assert not any(FAMILY.owns(config) for config in FAMILY.all_configs())
+    values = FAMILY.all_configs()[0].values
+    for odd in (
+        (),
+        values[:-1],
+        values[::-1],
+        (*values[:3], ("num_stages", "x"), *values[4:]),
+        (("block_m", 2048), *values[1:]),
+    ):
+        assert "attention_fwd" in FAMILY.owns(Config("attention_fwd", odd))
+    assert "a config of other" in FAMILY.owns(Config("other", values))
+
+
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
 def test_c15_a_default_fits_every_spec_on_every_target(target) -> None:  # type: ignore[no-untyped-def]
     """Also on cards with 99 KB a block, in fp32 at head_dim 256, for calls that admit no descriptor."""

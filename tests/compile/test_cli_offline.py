@@ -62,9 +62,29 @@ def test_tuning_again_goes_on_from_there(db: Path) -> None:
 def test_the_table_for_people(db: Path) -> None:
     done = run("tune", *H200, "--suite", "ci", "--trials", "2", "--db", db)
     assert "nvidia-h200 (cuda-sm90-132sm-" in done.stdout
-    assert re.search(r"d32 causal fp16 b2h4kv2q64k64 +m\d+n\d+w\ds\d_\w+ +~\d", done.stdout)
-    assert "0+2 of " in done.stdout
+    assert re.search(r"d32 causal fp16 b2h4kv2q64k64 +m\d+n\d+w\ds\d_\w+ +\d\.\d\d +0\+2 of \d+", done.stdout)
+    assert "TFLOP/s" not in done.stdout and " us" not in done.output, "no measurement"
+    assert "score: " in done.stdout and "trials: " in done.stdout
+    assert all(line == line.rstrip() for line in done.stdout.splitlines())
     assert "tuning 2 workloads" in done.stderr and "tuning 2 workloads" not in done.stdout
+
+
+def test_offline_tuning_names_what_was_measured(tmp_path: Path) -> None:
+    named = ["--head-dim", "128", "--kv-heads", "8", "--seq", "4096", "--mask", "causal"]  # a shipped record
+    words = ["tune", *H200, *named, "--trials", "1", "--jobs", "1", "--db", tmp_path / "tuning.db"]
+    (found,) = run_json(*words)["workloads"]
+    assert found["winner"]["measurement"]["source"] == "model" and found["tflops"] is None
+    measured = found["measured"]
+    assert measured["measurement"]["source"] == "measured"
+    assert re.search(r"calls get what was measured: m\d+n\d+\w+, \d+\.\d us\n", run(*words).stdout)
+
+
+def test_what_the_budget_did_not_reach_is_not_called_wrong(tmp_path: Path) -> None:
+    words = ["tune", *H200, "--suite", "ci", "--budget", "0.01s", "--db", tmp_path / "tuning.db"]
+    done = run(*words, code=FAILED)
+    assert "none is right" not in done.stdout
+    assert done.stdout.count("not reached (budget)") == 2
+    assert "the time was up before 2 of 2 workloads" in done.stdout
 
 
 def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
@@ -84,7 +104,7 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     printed, told = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, told
-    assert "interrupted: all that was measured is stored" in printed
+    assert "interrupted: all that was ranked is stored" in printed
     assert "Traceback" not in told
     assert list(TuningDB(path, readonly=True).records())
 
@@ -144,6 +164,8 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     assert made["ok"] and made["records"] >= 2 and made["kernels"] >= 4
     assert "nvidia-h200" in made["target"]
     assert run_json("verify", bundle) == made
+    told = run("export", *H200, "--suite", "ci", "--db", db, "--out", bundle).stderr.splitlines()
+    assert [line.split()[1] for line in told] == [f"{n}/{len(told)}" for n in range(1, len(told) + 1)]
     cubin = next((bundle / "cubins").iterdir())
     content = bytearray(cubin.read_bytes())
     content[100] ^= 1
@@ -151,7 +173,8 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     report = run_json("verify", bundle, code=FAILED)
     assert not report["ok"]
     assert [cubin.name in problem for problem in report["problems"]] == [True]
-    assert "damaged" in run("verify", bundle, code=FAILED).stdout
+    printed = run("verify", bundle, code=FAILED).stdout
+    assert "damaged" in printed and "1 problem:" in printed
 
 
 def test_doctor_finds_a_healthy_database(db: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from flashgen.build.artifact import Artifact
 from flashgen.build.compile import compile_kernel, load_module, sass, toolchain
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render, write
-from flashgen.errors import CompileFailed, DoesNotFit
+from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.target import TARGETS
@@ -47,6 +51,16 @@ def test_default_compiles_for_every_architecture(arch: int, cache: Path) -> None
         FAMILY.shared_bytes(config, CAUSAL, target).least <= artifact.shared_bytes <= target.shared_per_block
     )
     assert len(artifact.descriptors) == (3 if target.has_tma else 0)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (256, 16)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_defaults_spill_little(dims: tuple[int, int], dtype: str, cache: Path) -> None:
+    """What a first call gets without any record: fp32 unrolls its products, and large tiles of it spill
+    kilobytes and compile for minutes."""
+    spec = AttentionSpec(*dims, dtype, masks.causal().rule)
+    artifact = build(spec, FAMILY.default(spec, H200, ALIGNED).name, ALIGNED, H200, cache)
+    assert artifact.spill_bytes <= 256
 
 
 def test_hopper_uses_asynchronous_products_and_descriptor_loads(cache: Path) -> None:
@@ -112,6 +126,87 @@ def test_c34_cache_that_cannot_be_written_costs_only_the_compile(tmp_path: Path)
     assert artifact.cubin
 
 
+def test_c34_a_cache_on_a_full_disk_costs_only_the_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        if tmp_path in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr("flashgen.codegen.source.write_whole", full)
+    monkeypatch.setattr(compiler, "write_whole", full)
+    assert build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, tmp_path).cubin
+    assert list(tmp_path.iterdir()) == []
+
+
+NOBODY = 65534
+UNPRIVILEGED = """
+import os, sys
+from test_compile import ALIGNED, CAUSAL, FAMILY, H200, NOBODY, compile_kernel, compiler, render, toolchain
+source, large = (render(CAUSAL, FAMILY.find(f"m{m}n32w4s1_tma_heads"), toolchain()) for m in (16, 64))
+with compiler.scratch() as folder:  # loads all code: the interpreter itself may be root's alone
+    compile_kernel(source, ALIGNED, H200, folder)
+os.setgroups([]); os.setgid(NOBODY); os.setuid(NOBODY)
+from triton import knobs
+if not os.access(knobs.nvidia.ptxas.path, os.X_OK):
+    sys.exit(77)
+before = dict(os.environ), knobs.cache.dir
+assert before[1] == "/.triton/cache"
+print(compile_kernel(large, ALIGNED, H200).registers)
+assert before == (dict(os.environ), knobs.cache.dir)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to drop rights")
+def test_c34_home_at_the_root_of_the_file_system() -> None:
+    ours = ("XDG", "FLASHGEN", "TRITON", "HOME")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    paths = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", UNPRIVILEGED],
+        env={**kept, "PYTHONPATH": paths, "HOME": "/"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode == 77:
+        pytest.skip("other users cannot run this checkout's ptxas")
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= 255
+
+
+FAILING = {
+    "disk": OSError(errno.ENOSPC, "No space left on device"),
+    "ptxas is missing": RuntimeError("Cannot find ptxas"),
+    "ptxas was killed": RuntimeError("PTXAS error: `ptxas` failed with error code -9\n`ptxas` stderr:\n"),
+    "memory": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failing_machine_is_not_the_kernels_fault(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise FAILING[name]
+
+    monkeypatch.setattr(compiler, "triton_compile", fail)
+    with pytest.raises(CompilerUnavailable, match=r"cannot be compiled on this machine \(.*TMPDIR") as caught:
+        build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, tmp_path)
+    assert (caught.value.errno == errno.ENOMEM) == (name in ("memory", "ptxas was killed"))
+
+
+def test_a_failing_cuobjdump_is_not_the_kernels_fault(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = build(CAUSAL, "m16n32w4s1_tma_heads", ALIGNED, H200, cache).cubin
+    with pytest.raises(OSError, match="cuobjdump ended with code 255: "):
+        compiler.resource_usage(cubin[:1500])
+    with pytest.raises(OSError, match=r"cuobjdump cannot be used: .* timed out"):
+        monkeypatch.setattr(compiler, "_TOOL_TIMEOUT_S", 1e-6)
+        compiler.resource_usage(cubin)
+
+
 def test_c15_too_much_shared_memory_is_refused_with_numbers(cache: Path) -> None:
     spec = AttentionSpec(256, 256, "bf16")
     with pytest.raises(
@@ -120,15 +215,16 @@ def test_c15_too_much_shared_memory_is_refused_with_numbers(cache: Path) -> None
         build(spec, "m64n64w4s2_pointer_heads", ALIGNED, TARGETS["nvidia-rtx4090"], cache)
 
 
-def test_compiler_errors_keep_their_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_errors_keep_their_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = render(CAUSAL, FAMILY.find("m16n32w4s1_tma_heads"), toolchain())
     broken = source.text.replace("row_max = new_max", "row_max = no_such_name")
     monkeypatch.setattr(compiler, "write", lambda _, folder: _written(broken, folder))
     with pytest.raises(CompileFailed, match="no_such_name"):
-        compiler._compile(source, source.abi(ALIGNED), H200, cache)
+        compile_kernel(source, ALIGNED, H200, tmp_path)
 
 
 def _written(text: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     path = folder / "broken.py"
     path.write_text(text)
     return path

@@ -109,6 +109,26 @@ def test_gradients_are_those_of_eager() -> None:
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_under_autocast_is_that_of_eager(name: str, gradient: bool) -> None:
+    model = make_model(name)
+    ids, mask = batch("left")
+    found = []
+    for each in ("flashgen", "eager"):
+        model.set_attn_implementation(each)
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(gradient):
+            found.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)
+    assert (found[0].grad_fn is not None) == gradient
+    q, k, v = (torch.randn(2, 4, 5, 16) for _ in range(3))  # rotary positions leave all but v in float32
+    with torch.autocast("cpu", torch.bfloat16):
+        for option in ({}, {"softcap": 2.0}, {"softcap": 2.0, "attention_mask": torch.zeros(2, 1, 5, 5)}):
+            given = {"attention_mask": None} | option
+            out, _ = integration.attention_forward(torch.nn.Module(), q, k, v.bfloat16(), **given)
+            assert out.dtype == torch.bfloat16
+
+
 def test_a_model_without_causality_sees_both_sides() -> None:
     config = transformers.BertConfig(
         vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
@@ -138,13 +158,17 @@ def test_packed_sequences_do_not_see_each_other(masks_made: list[Any]) -> None:
     torch.testing.assert_close(ours[:, 5:8], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_prepared_mask_of_four_dimensions_is_used_as_it_is(dtype: torch.dtype) -> None:
-    model = make_model("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_prepared_mask_of_four_dimensions_is_used_as_it_is(
+    name: str, dtype: torch.dtype, heads: int
+) -> None:
+    model = make_model(name)
     ids, _ = batch("none")
-    keep = torch.ones(14, 14).tril().bool() & (torch.rand(3, 1, 14, 14) < 0.7) | torch.eye(14).bool()
-    mask = keep if dtype == torch.bool else torch.zeros(keep.shape).masked_fill(~keep, -1e9)
-    additive = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+    keep = torch.ones(14, 14).tril().bool() & (torch.rand(3, heads, 14, 14) < 0.7) | torch.eye(14).bool()
+    additive = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    mask = keep if dtype == torch.bool else additive
     ours, eager = logits(model, "flashgen", ids, mask), logits(model, "eager", ids, additive)
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
 

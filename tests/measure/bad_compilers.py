@@ -5,18 +5,19 @@ Imports no torch, so that a child is up in half a second.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable
 
-from flashgen.errors import CompileFailed
+from flashgen.errors import CompileFailed, CompilerUnavailable
 from flashgen.measure.compile_pool import Compiled, CompileJob
 from flashgen.spec.record import Measurement, Status
 
 
 def compiler(behaviours: dict[str, str]) -> Callable[[CompileJob], Compiled]:
-    """Factory: `hangs`, `crashes`, `refuses` or `grows` by config name; others give no artifact, at once."""
+    """Factory: a behaviour below by config name; others give no artifact, at once."""
 
     def run(job: CompileJob) -> Compiled:
         behaviour = behaviours.get(job.source.config.name, "")
@@ -24,6 +25,12 @@ def compiler(behaviours: dict[str, str]) -> Callable[[CompileJob], Compiled]:
             time.sleep(600)
         if behaviour == "crashes":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if behaviour == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if behaviour == "memory":
+            raise CompilerUnavailable(errno.ENOMEM, "ptxas was killed")
         if behaviour == "raises":
             raise CompileFailed("an error nobody expected")
         if behaviour == "refuses":

@@ -6,6 +6,7 @@ A worker's child imports this module by name. What a trial does is chosen by its
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -160,6 +161,30 @@ def crashes(rig: Rig) -> Run:
     return fault
 
 
+def killed(rig: Rig) -> Run:
+    """What the system does to a process when the machine's memory runs out."""
+    return lambda out, lse: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk(rig: Rig) -> Run:
+    """The machine fails, not the kernel."""
+
+    def fail(out: Any, lse: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return fail
+
+
+def crashes_in_a_final(rig: Rig) -> Run:
+    """Right in a trial; a fault among others."""
+    LOADED.append(rig)
+    return right(rig) if len(LOADED) == 1 else crashes(rig)
+
+
+LOADED: list[Rig] = []
+"""Kernels that are loaded; of `crashes_in_a_final` alone."""
+
+
 def out_of_memory(rig: Rig) -> Run:
     """As torch reports it."""
 
@@ -195,6 +220,9 @@ KERNELS = {
         slow,
         loops,
         crashes,
+        killed,
+        full_disk,
+        crashes_in_a_final,
         out_of_memory,
         illegal,
     )
@@ -231,10 +259,12 @@ class Cpu:
     def rig(self, workload: Workload) -> Rig:
         if workload.q_len == 999:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 400.00 GiB.")
+        if workload.q_len == 998:
+            time.sleep(600)
         return Rig(make_inputs(workload, "cpu"), workload.spec)
 
     def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
-        return KERNELS[self._kernels.get(trial.config.name, "right")](rig), lambda: None
+        return KERNELS[self._kernels.get(trial.config.name, "right")](rig), LOADED.clear
 
     def synchronize(self) -> None:
         pass

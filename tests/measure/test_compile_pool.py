@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import misbehave
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import Toolchain
 from flashgen.measure.compile_pool import Compiled, CompilePool
+from flashgen.measure.worker import MeasuringFailed
 from flashgen.spec.attention import CallFacts
 from flashgen.spec.record import Measurement, Status
 
@@ -56,8 +58,8 @@ def test_c30_a_compiler_that_crashes_means_no_kernel() -> None:
     with pool(c0="crashes", c1="raises", c2="refuses", c3="grows") as busy:
         found = [failure(busy, index) for index in range(4)]
         assert [each.status for each in found] == [
-            Status.NO_COMPILE,
-            Status.NO_COMPILE,
+            Status.CRASH,
+            Status.CRASH,
             Status.NO_COMPILE,
             Status.TOO_LARGE,
         ]
@@ -65,6 +67,29 @@ def test_c30_a_compiler_that_crashes_means_no_kernel() -> None:
         assert "CompileFailed: an error nobody expected" in found[1].reason
         assert found[2].reason == "ptxas: too complex"
         assert compiled(busy, 4) == Compiled(None)
+
+
+def test_a_machine_without_memory_is_not_the_kernels_fault() -> None:
+    with pool(jobs=1, c0="killed", c1="memory") as busy:
+        found = [failure(busy, index) for index in range(2)]
+        assert [each.status for each in found] == [Status.OUT_OF_MEMORY] * 2
+        assert "died of SIGKILL" in found[0].reason and "ptxas was killed" in found[1].reason
+        assert compiled(busy, 2) == Compiled(None)
+
+
+def test_a_compiler_that_cannot_be_used_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"the compiler cannot be used \(.*%s.*\); look at `flashgen doctor`"
+    with pool(jobs=1, c0="disk") as full, pytest.raises(MeasuringFailed, match=told % "No space left"):
+        compiled(full, 0)
+    with pool(jobs=1) as absent, pytest.raises(MeasuringFailed, match=told % "unexpected keyword"):
+        absent._options["no such option"] = 1
+        compiled(absent, 0)
+    with pool(jobs=1) as lost, pytest.raises(MeasuringFailed, match=told % "cannot be started"):
+        monkeypatch.setattr("sys.executable", "/there/is/no/python")
+        compiled(lost, 0)
+    monkeypatch.setattr("tempfile.tempdir", "/there/is/no/folder")
+    with pytest.raises(MeasuringFailed, match=told % "No such file"):
+        pool(jobs=1)
 
 
 def test_closing_does_not_wait_for_a_hanging_compile() -> None:
@@ -78,8 +103,8 @@ def test_closing_does_not_wait_for_a_hanging_compile() -> None:
     busy.close()
     assert time.monotonic() - start < 3
     assert queued.cancelled()
-    stopped = hanging.result(timeout=1).failure
-    assert stopped is not None and stopped.status is Status.NO_COMPILE
+    with pytest.raises(MeasuringFailed, match="the compile pool was closed"):
+        hanging.result(timeout=1)
 
 
 def test_several_compile_at_once() -> None:
@@ -99,12 +124,18 @@ def test_several_compile_at_once() -> None:
 
 
 @pytest.mark.compile
-def test_a_real_kernel_comes_back_with_its_facts(tmp_path: object) -> None:
+def test_a_real_kernel_comes_back_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashgen.build.compile import toolchain
 
     config = FAMILY.default(misbehave.workload().spec, misbehave.TARGET, CallFacts())
-    with CompilePool(misbehave.TARGET, toolchain(), 1, cache=tmp_path) as real:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "home"))
+    with CompilePool(misbehave.TARGET, toolchain(), 1, cache=tmp_path / "cache") as real:
         answer = compiled(real, CONFIGS.index(config))
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not (tmp_path / "home").exists(), "Triton's own cache does not grow by every candidate"
+    assert len(list((tmp_path / "cache/artifacts").iterdir())) == 3
     assert answer.failure is None and answer.artifact is not None
     assert answer.artifact.arch == 90
     assert answer.artifact.cubin[:4] == b"\x7fELF"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 from flashgen.measure import roofline
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.masks import Mask, causal, full, key_padding, sliding_window
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS, Target, find_target
 from flashgen.tune.suites import make_workload
 
@@ -41,6 +47,43 @@ def test_visible_share_of_padding_is_that_of_the_lengths() -> None:
     assert 0.5 <= share <= 1.0
     assert roofline.visible(workload).pairs == pytest.approx(share, rel=1e-5)
     assert roofline.visible(workload).keys == pytest.approx(share, rel=1e-5)
+
+
+class Largest(TorchFunctionMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.bytes = max(self.bytes, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (full(), 1.0),
+        (causal(), 0.5),
+        (sliding_window(2**28 - 1, 0), 15 / 128),
+        (key_padding(), 0.75),
+        (key_padding("keep"), 0.75),
+        (Mask(Rule.parse("mask", "head < 2000")), 2000 / 8192),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(2**31 - 1, 2**13, 1), (4096, 2**8, 2**23 - 1), (1, 2**31 - 1, 1)])
+def test_the_largest_workloads_take_little_memory(
+    mask: Mask, pairs: float, sizes: tuple[int, int, int]
+) -> None:
+    length, heads, batch = sizes
+    spec = replace(sized(mask).spec, head_dim=16, head_dim_v=16)
+    workload = Workload(spec, batch, heads, 1, length, length, sized(mask).params)
+    with Largest() as largest:
+        found = roofline.visible(workload)
+    assert largest.bytes <= 4 * 2**20
+    if heads == 2**13:
+        assert found.pairs == pytest.approx(pairs, rel=0.1)
 
 
 def test_flops_are_two_products_over_the_visible_pairs() -> None:

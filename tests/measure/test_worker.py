@@ -83,6 +83,7 @@ def test_c28_a_wrong_output_is_refused_with_its_reason(
         ("crashes", Status.CRASH, "died of SIGSEGV: about to touch address zero"),
         ("illegal", Status.CRASH, "RuntimeError: CUDA error: an illegal memory access was encountered"),
         ("out_of_memory", Status.OUT_OF_MEMORY, "Tried to allocate 96.00 GiB"),
+        ("killed", Status.OUT_OF_MEMORY, "the process died of SIGKILL"),
         ("damages", Status.WRONG, "wrote outside its output: the inputs changed"),
     ],
 )
@@ -175,9 +176,7 @@ def test_a_comparison_that_crashes_says_so(shared: Worker) -> None:
 
 
 def test_a_workload_beyond_the_memory_is_no_candidates_fault(shared: Worker) -> None:
-    with pytest.raises(
-        MeasuringFailed, match=r"does not fit in the GPU's memory .* tune a smaller"
-    ) as caught:
+    with pytest.raises(MeasuringFailed, match=r"does not fit in memory .* tune a smaller") as caught:
         shared.prepare(misbehave.workload(q_len=999))
     assert caught.value.status is Status.OUT_OF_MEMORY
 
@@ -191,6 +190,23 @@ def test_a_lost_gpu_is_reported_after_a_second_try() -> None:
     ):
         lost.machine()
     assert lost.child.starts == 2
+
+
+def test_a_failing_machine_is_no_candidates_fault(shared: Worker) -> None:
+    with pytest.raises(MeasuringFailed, match=r"cannot be measured on .*No space left on device.*doctor"):
+        measure(shared, BY_FAULT["full_disk"])
+    assert measure(shared, RIGHT).status is Status.OK
+
+
+def test_preparing_ends_when_it_should(shared: Worker) -> None:
+    shared.prepare(misbehave.workload())
+    start, starts = time.monotonic(), shared.child.starts
+    with pytest.raises(MeasuringFailed, match="no answer within 1 s") as caught:
+        shared.prepare(misbehave.workload(q_len=998), within_s=1.0)
+    assert time.monotonic() - start < 3
+    assert caught.value.status is Status.TIMEOUT
+    assert shared.child.starts == starts, "there was no time for a second try"
+    assert shared.prepare(misbehave.workload()) == "full"
 
 
 def test_c31_inputs_are_random_and_their_density_is_told(shared: Worker) -> None:
@@ -241,8 +257,20 @@ def test_a_child_that_cannot_start_says_why() -> None:
     child = Child("misbehave:absent")
     answer = child.call("job", 10)
     assert isinstance(answer, Failure)
-    assert answer.status is Status.CRASH
+    assert (answer.status, answer.blameless) == (Status.CRASH, True)
     assert "AttributeError" in answer.reason and "absent" in answer.reason
+
+
+def test_a_child_that_the_system_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/there/is/no/python")
+    child = Child("misbehave:cpu_executor", {"kernels": {}})
+    answer = child.call("job", 10)
+    assert isinstance(answer, Failure)
+    assert (answer.status, answer.blameless) == (Status.CRASH, True)
+    assert answer.reason.startswith("the process cannot be started: [Errno 2] No such file")
+    monkeypatch.undo()
+    assert child.start() is None, "the next call tries again"
+    child.close()
 
 
 def test_checked_pairs_cover_both_ends_a_group_edge_and_every_key_head() -> None:

@@ -29,21 +29,28 @@ class LoadedKernel:
     request: Request
     config: Config
     launches: list[tuple[Any, ...]] = field(default_factory=list)
-    failure: str = ""
+    failure: Exception | None = None
 
     def launch(self, env: tuple[Any, ...], stream: int) -> None:
-        if self.failure:
-            raise LaunchFailed(self.failure)
+        if self.failure is not None:
+            raise self.failure
         self.launches.append(env)
 
 
-@dataclass
+def refused(code: int, message: str) -> LaunchFailed:
+    """What a launch raises that the driver refuses."""
+    error = LaunchFailed(message)
+    error.code = code
+    return error
+
+
+@dataclass(eq=False)  # as a function: one loader is not another
 class Loads:
     """Loads kernels, or fails as told: config name -> error."""
 
     failing: dict[str, Exception] = field(default_factory=dict)
-    refusing: dict[str, str] = field(default_factory=dict)
-    """Configs whose launch the driver refuses."""
+    refusing: dict[str, Exception] = field(default_factory=dict)
+    """Configs whose launch fails."""
     kernels: list[LoadedKernel] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -51,7 +58,7 @@ class Loads:
         self.asked.append(config.name)
         if config.name in self.failing:
             raise self.failing[config.name]
-        kernel = LoadedKernel(request, config, failure=self.refusing.get(config.name, ""))
+        kernel = LoadedKernel(request, config, failure=self.refusing.get(config.name))
         self.kernels.append(kernel)
         return kernel
 

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import flashgen
 from flashgen import masks, score_mods
 from flashgen.api import attention
 from flashgen.build.reference import attention_reference, evaluate_rule
 from flashgen.runtime import torch_path
+from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import ScoreMod
 
 
 def draw(
@@ -248,3 +253,134 @@ def test_parameters_are_tensors_too() -> None:
     assert attention(q, k, v).grad_fn is not None
     with torch.no_grad():
         torch.testing.assert_close(attention(q, k, v), attention(q.data, k.data, v.data))
+
+
+# Forward-mode derivatives and the transforms of torch.func, none of which shows on the tensors
+
+
+def jvp_in_a_dual_level(function: Any, primals: list[Tensor], tangents: list[Tensor]) -> Any:
+    with forward_ad.dual_level():
+        out = function(*(forward_ad.make_dual(p, t) for p, t in zip(primals, tangents, strict=True)))
+        return forward_ad.unpack_dual(out)
+
+
+def jvp_by_transform(function: Any, primals: list[Tensor], tangents: list[Tensor]) -> Any:
+    return torch.func.jvp(function, tuple(primals), tuple(tangents))
+
+
+def jvp_compiled(function: Any, primals: list[Tensor], tangents: list[Tensor]) -> Any:
+    compiled = torch.compile(lambda p, t: torch.func.jvp(function, p, t), backend="aot_eager", fullgraph=True)
+    return compiled(tuple(primals), tuple(tangents))
+
+
+@pytest.mark.parametrize("way", [jvp_in_a_dual_level, jvp_by_transform])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+def test_forward_mode_derivatives_are_those_of_plain_attention(rules: dict[str, Any], way: Any) -> None:
+    inputs = list(draw(head_dim_v=16))
+    tangents = [
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(i)) for i, t in enumerate(inputs)
+    ]
+    out, tangent = way(lambda q, k, v: attention(q, k, v, **rules), inputs, tangents)
+    expected, expected_tangent = torch.func.jvp(
+        lambda q, k, v: exact(q, k, v, **rules)[0],
+        tuple(t.double() for t in inputs),
+        tuple(t.double() for t in tangents),
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(tangent.double(), expected_tangent, atol=1e-5, rtol=1e-4)
+
+
+def test_a_compiled_forward_mode_derivative_is_none_of_the_operators() -> None:
+    inputs = [draw()[0] for _ in range(3)]
+    function = lambda q, k, v: attention(q, k, v, mask="causal")  # noqa: E731
+    for one, other in zip(
+        jvp_compiled(function, inputs, inputs), jvp_by_transform(function, inputs, inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled(*inputs)  # compiled without a tangent, it is not used with one
+    _, tangent = jvp_in_a_dual_level(compiled, inputs, inputs)
+    torch.testing.assert_close(tangent, jvp_by_transform(function, inputs, inputs)[1])
+
+
+def test_transforms_compose_and_slices_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = draw(1, 2, 2, 5, 5, 16, 16)[0]
+    loss = lambda q: attention(q, q, q, mask="causal").square().sum()  # noqa: E731
+    plain = lambda q: exact(q, q, q, mask="causal")[0].square().sum()  # noqa: E731
+    for chunk in (torch_path.CHUNK_SCORES, 2 * 2 * 5):
+        monkeypatch.setattr(torch_path, "CHUNK_SCORES", chunk)
+        torch.testing.assert_close(
+            torch.func.hessian(loss)(q), torch.func.hessian(plain)(q), atol=1e-4, rtol=1e-4
+        )
+        stacked = torch.stack([q, 2 * q])
+        found = torch.func.vmap(torch.func.grad(loss))(stacked)
+        torch.testing.assert_close(
+            found, torch.func.vmap(torch.func.grad(plain))(stacked), atol=1e-4, rtol=1e-4
+        )
+        scores = lambda q: attention(q, q, q, score_mod=score_mods.softcap(2.0))  # noqa: E731
+        torch.testing.assert_close(torch.func.vmap(scores)(stacked), torch.stack([scores(q), scores(2 * q)]))
+
+
+def test_explain_says_that_torch_differentiates_forward() -> None:
+    q, k, v = draw()
+    with forward_ad.dual_level():
+        told = flashgen.explain(q, k, v)
+    assert told.runs == "torch, scores written out" and "forward-mode AD" in told.steps[0].reason
+
+
+# Its memory
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 72), (1, 4, 1, 72), (2, 1, 9, 24), (1, 1, 1, 16)])
+@pytest.mark.parametrize("head_dim_v", [72, 24, 128])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_c41_an_output_that_torch_padded_has_the_strides_of_a_kernels(
+    shape: tuple[int, ...], head_dim_v: int, swapped: bool
+) -> None:
+    q = torch.randn(shape)
+    if swapped:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = torch_path.empty_output(q, "bhsd", head_dim_v)
+    padded = torch.randn(*shape[:3], head_dim_v + 8)[..., :head_dim_v].requires_grad_()
+    out = torch_path.like_q(padded, q, "bhsd")
+    assert torch.equal(out, padded)
+    pairs = zip(out.shape, out.stride(), wanted.stride(), strict=True)
+    assert all(ours == theirs for extent, ours, theirs in pairs if extent > 1)
+    assert torch.equal(torch.autograd.grad(out.sum(), padded)[0], torch.ones_like(padded))
+
+
+def test_c41_what_torchs_attention_pads_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def padding(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return F.pad(sdpa(q, k, v, **options), (0, 8))[..., : v.shape[3]]
+
+    sdpa = F.scaled_dot_product_attention
+    q, k, v = (tensor.requires_grad_() for tensor in draw(kv_heads=4, head_dim=72, head_dim_v=72))
+    expected = attention(q, k, v, mask="causal")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", padding)
+    out = attention(q, k, v, mask="causal")
+    assert torch.equal(out, expected) and out.is_contiguous()
+
+
+class NoCopiesFromTheHost(TorchFunctionMode):
+    """Refuses what no capture of a CUDA graph allows: a number of the host as a tensor on the device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in (torch.tensor, torch.as_tensor, torch.scalar_tensor), function
+        return function(*args, **(kwargs or {}))
+
+
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "nothing is seen": {"mask": ~masks.full()},
+    "everything is seen": {"mask": masks.full(), "return_lse": True},
+    "a constant score": {"score_mod": ScoreMod(Rule.parse("score", "score * 0 + 2"))},
+    "numbers in functions": {
+        "score_mod": ScoreMod(Rule.parse("score", "max(score, where(q_idx < 2, 1, 0.5))"))
+    },
+}
+
+
+@pytest.mark.parametrize("given", CONSTANTS)
+def test_c21_constants_of_rules_are_filled_on_the_device(given: str) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in draw())
+    with NoCopiesFromTheHost():
+        attention(q, k, v, **CONSTANTS[given])

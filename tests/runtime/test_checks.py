@@ -10,6 +10,7 @@ import torch
 
 from flashgen.api import attention
 from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.runtime import checks
 from flashgen.spec import masks, score_mods
 
 
@@ -48,14 +49,19 @@ CASES: dict[str, dict[str, Any]] = {
     r"v has head_dim 264; allowed": tensors(v=(2, 2, 8, 264)),
     r"layout='sbhd' must be one of bhsd, bshd": {"layout": "sbhd"},
     r"layout=None must be one of": {"layout": None},
+    r"return_lse=a tensor of torch.float32 \(2,\) must be True or False": {"return_lse": torch.ones(2)},
+    r"return_lse=1 must be True or False": {"return_lse": 1},
     r"scale=nan must be finite": {"scale": math.nan},
     r"scale=-inf must be finite": {"scale": -math.inf},
+    r"scale=1e\+39 must be finite, and at most 1.7e38": {"scale": 1e39},
+    r"scale=-2e\+38 must be finite, and at most": {"scale": -2e38},
+    r"scale=inf must be finite": {"scale": 10**400},
     r"scale='big' must be None or a finite number": {"scale": "big"},
     r"scale=True must be None or a finite number": {"scale": True},
     r"scale=a tensor of torch.float32 \(1,\) must be None or a finite number; give its value": {
         "scale": torch.ones(1)
     },
-    r"unknown mask 'diagonal'; known: causal, full, key_padding, sliding_window": {"mask": "diagonal"},
+    "unknown mask 'diagonal'; known: " + ", ".join(sorted(masks.MASKS)): {"mask": "diagonal"},
     r"mask=a tensor of torch.bool \(6, 8\) must be None, a name .*key_padding\(tensor\)": {
         "mask": torch.ones(6, 8, dtype=torch.bool)
     },
@@ -90,6 +96,15 @@ def test_bad_arguments_are_named(message: str, gradient: bool) -> None:
         attention(**arguments)
 
 
+@pytest.mark.parametrize("scale", [1e-50, -1e-50, 1e-39, -1e-39, -0.0])
+def test_a_scale_too_small_for_float32_is_zero(scale: float) -> None:
+    assert str(checks.as_scale(scale, 64)) == "0.0"
+    q, k, v = (GOOD[name] for name in "qkv")
+    zero = attention(q, k, v, scale=0)
+    assert torch.equal(attention(q, k, v, scale=scale), zero)
+    torch.testing.assert_close(attention(q.clone().requires_grad_(), k, v, scale=scale).detach(), zero)
+
+
 def test_c18_an_option_that_does_not_exist_is_refused() -> None:
     with pytest.raises(TypeError, match="dropout_p"):
         attention(**GOOD, dropout_p=0.5)
@@ -108,3 +123,28 @@ def test_c18_the_soft_cap_changes_the_result() -> None:
 def test_an_unknown_name_is_its_own_kind_of_error() -> None:
     with pytest.raises(UnknownName):
         attention(**GOOD, mask="diagonal")
+
+
+NOT_DENSE = {
+    "torch.sparse_coo": lambda t: t.to_sparse(),
+    "torch.sparse_csr": lambda t: t.to_sparse_csr(),
+    "nested": lambda t: torch.nested.nested_tensor([*t]),
+    "torch._mkldnn": lambda t: t.to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_tensors_without_strides_are_refused_by_name(which: str, kind: str, gradient: bool) -> None:
+    given = {name: tensor.clone().requires_grad_(gradient) for name, tensor in tensors().items()}
+    given[which] = NOT_DENSE[kind](given[which].detach())
+    with pytest.raises(InvalidArgument, match=rf"{which} is {kind}; only dense \(strided\) tensors"):
+        attention(**given)
+
+
+def test_a_sparse_operand_is_refused_by_name() -> None:
+    mask = masks.key_padding(torch.ones(2, 8, dtype=torch.bool).to_sparse())
+    with pytest.raises(InvalidArgument, match=r"key_keep of key_padding.* is torch.sparse_coo; only dense"):
+        attention(**GOOD, mask=mask)

@@ -5,24 +5,34 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from dispatch_parts import LoadedKernel, Loads, Parts, Records, make, tensors
+from dispatch_parts import LoadedKernel, Loads, Parts, Records, make, refused, tensors
 from sample_records import H200, config, record, workload
 
-from flashgen.build.arguments import FACTS
+from flashgen.build.arguments import FACTS, flatten
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
-from flashgen.errors import CompileFailed, DoesNotFit, InvalidArgument, NoTunedKernel, StoreError
+from flashgen.errors import (
+    CompileFailed,
+    DoesNotFit,
+    InvalidArgument,
+    LaunchFailed,
+    NoTunedKernel,
+    StoreError,
+)
 from flashgen.runtime import dispatcher as module
-from flashgen.runtime.explain import Explanation, explain_workload
+from flashgen.runtime.explain import Explanation
 from flashgen.runtime.misses import read_misses
 from flashgen.runtime.policy import Request, Source
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.config import Config
+from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import ScoreMod
 from flashgen.spec.target import find_target
 
 TMA, POINTER = config(loads="tma"), config(loads="pointer")
@@ -200,6 +210,33 @@ def test_c41_out_strides_follow_q() -> None:
         assert out.shape == (2, 8, 64, head_dim_v) and out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("negated", ["q", "k", "v"])
+def test_a_kernel_gets_the_values_of_a_tensor_negated_lazily(negated: str) -> None:
+    parts, seen = make(), []
+    given = dict(zip("qkv", tensors(1, 2, 2, 8, head_dim=64, dtype=torch.float32), strict=True))
+    parts.call(*given.values())
+    lazy = torch.complex(given[negated], -given[negated]).conj().imag
+    assert lazy.is_neg() and torch.equal(lazy, given[negated])
+
+    def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[object, ...]:
+        seen.append({"q": q, "k": k, "v": v}[negated])
+        return flatten(q, k, v, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "flatten", flat)
+        out = parts.call(**given | {negated: lazy})
+    assert not seen[-1].is_neg() and torch.equal(seen[-1], given[negated]) and out.is_contiguous()
+    assert last_env(parts)[f"{negated}.stride.dim"] == 1, "the copy, whose elements lie together"
+
+
+def test_a_lazily_negated_operand_is_refused() -> None:
+    rule = Rule.parse("score", "score + bias[k_idx] where bias: fp32", name="bias")
+    lazy = torch.complex(torch.ones(64), torch.ones(64)).conj().imag
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"bias of .* is negated lazily .*resolve_neg"):
+            make().call(*tensors(), score_mod=ScoreMod(rule, (), (lazy,)))
+
+
 def test_bshd_is_the_same_call_in_another_order_of_axes() -> None:
     parts = make()
     q, k, v = (t.transpose(1, 2) for t in tensors(batch=2, q_len=20, k_len=30))
@@ -229,8 +266,10 @@ def bad_values() -> dict[str, dict[str, object]]:
         "q has 32 heads, which must be a multiple of the 0 heads": {"k": k[:, :0], "v": v[:, :0]},
         "q has 32 heads, which must be a multiple of the 5 heads": {"k": k[:, :5], "v": v[:, :5]},
         "layout='bdsh' must be one of bhsd, bshd": {"layout": "bdsh"},
+        "return_lse=a tensor of .* must be True or False": {"return_lse": torch.ones(2)},
         "scale=nan must be finite": {"scale": math.nan},
         "scale=inf must be finite": {"scale": math.inf},
+        r"scale=2e\+38 must be finite, and at most": {"scale": 2e38},
         "key_keep of .* has shape \\(4, 63\\); axis 1 counts k_len, which is 64": {
             "mask": masks.key_padding(keep)
         },
@@ -239,7 +278,7 @@ def bad_values() -> dict[str, dict[str, object]]:
         },
         "key_padding has no tensor for key_lengths": {"mask": masks.key_padding()},
         "mask=<function .*> must be None, a name": {"mask": lambda b, h, q, k: q >= k},
-        "unknown mask 'diagonal'; known: causal, full": {"mask": "diagonal"},
+        "unknown mask 'diagonal'; known: causal, ": {"mask": "diagonal"},
         "score_mod=3 must be None": {"score_mod": 3},
     }
 
@@ -362,12 +401,36 @@ def test_a_candidate_that_does_not_load_gives_way_to_the_next_and_its_reason_is_
     assert (step.choice, step.verdict) == (TMA.name, "rejected") and str(error) in step.reason
 
 
+def test_whatever_a_candidate_or_a_source_raises_is_a_step_with_a_reason() -> None:
+    parts = make([record(20.0, conf=POINTER)], loads=Loads({POINTER.name: KeyError("loading")}))
+    parts.policy.sources.insert(0, Source("odd", lambda: {}["opening"], parts.loads))
+    parts.call(*tensors(), CAUSAL)
+    steps = explain(parts, *tensors()).steps
+    assert [step.reason for step in steps[:2]] == ["KeyError: 'opening'", "KeyError: 'loading'"]
+    assert steps[2].verdict == "accepted"
+
+
+@pytest.mark.parametrize("values", [(), TMA.values[:-1], (("num_stages", "x"),), POINTER.values[::-1]])
+def test_a_record_of_a_config_that_no_family_has_gives_way_to_the_next(
+    values: tuple[tuple[str, int | str], ...],
+) -> None:
+    foreign = replace(record(1.0), config=Config("attention_fwd", values))
+    unknown = replace(record(2.0), config=replace(TMA, family="attention_fwd_ws"))
+    parts = make([foreign, unknown, record(20.0, conf=POINTER)])
+    parts.call(*tensors(), CAUSAL)
+    assert parts.loads.launched == [POINTER.name]
+    rejected = {step.choice: step.reason for step in explain(parts, *tensors()).steps[:2]}
+    assert rejected.keys() == {foreign.config.name, TMA.name}
+    assert "attention_fwd" in rejected[foreign.config.name]
+    assert "family attention_fwd_ws does not exist" in rejected[TMA.name]
+
+
 def test_a_kernel_the_driver_refuses_to_launch_gives_way_to_the_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parts = make(
         [record(10.0, conf=TMA), record(20.0, conf=POINTER)],
-        loads=Loads(refusing={TMA.name: "too many registers"}),
+        loads=Loads(refusing={TMA.name: refused(701, "too many registers")}),
     )
     with caplog.at_level(logging.WARNING, "flashgen"):
         for _ in range(3):
@@ -566,12 +629,12 @@ def test_c04_empty_sizes_launch_nothing(sizes: dict[str, int], mask: str | None)
     assert parts.loads.asked == []
 
 
-@pytest.mark.parametrize("scale", [0, 0.0, -0.125, -3])
+@pytest.mark.parametrize("scale", [0, 0.0, -0.125, -3, 1e-50, -1e-40])
 def test_a_scale_that_is_not_positive_gets_a_kernel_made_for_it(scale: float) -> None:
     parts = make()
     parts.call(*tensors(), CAUSAL, scale=scale)
     assert parts.loads.kernels[-1].request.workload.spec.positive_scale is False
-    assert last_env(parts)["scale"] == scale
+    assert last_env(parts)["scale"] == (scale if abs(scale) > 1e-38 else 0.0)
 
 
 def test_threads_resolve_a_kind_once() -> None:
@@ -593,8 +656,135 @@ def test_threads_resolve_a_kind_once() -> None:
     assert len(parts.loads.launched) == 160
 
 
-def test_c10_sizes_of_millions_are_decided_without_overflow() -> None:
-    parts = make([record(conf=TMA)], target=H200)
-    work = workload(1, 2**22, batch=65_538)
-    told = explain_workload(parts.policy, work, H200, FACTS[0])
-    assert told.runs == TMA.name and "nearest bucket" in told.steps[0].reason
+@pytest.mark.parametrize(
+    "failure",
+    [
+        refused(1, "describing K at 0x7f0000000002: INVALID_VALUE"),
+        refused(2, "out of memory"),
+        refused(0, "no code"),
+        InvalidArgument("m128: a grid of 2147483648 blocks; a GPU takes 2147483647"),
+    ],
+    ids=str,
+)
+def test_a_call_that_cannot_be_launched_runs_in_torch_and_the_kernel_stays(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = make([record(10.0, conf=TMA), record(20.0, conf=POINTER)])
+    q, k, v = tensors(batch=1, heads=4, kv_heads=2, q_len=16, head_dim=32, dtype=torch.float32)
+    parts.call(q, k, v, CAUSAL)
+    (kernel,) = parts.loads.kernels
+    kernel.failure = failure
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        for _ in range(2):
+            out = parts.call(q, k, v, CAUSAL)
+    torch.testing.assert_close(out, attention_reference(q, k, v, mask=CAUSAL)[0], atol=1e-5, rtol=1e-5)
+    assert caplog.text.count(str(failure)) == 1 and "torch's attention runs instead" in caplog.text
+    kernel.failure = None
+    parts.call(q, k, v, CAUSAL)
+    assert len(kernel.launches) == 2, "what one call was refused for bans no kernel"
+
+
+@pytest.mark.parametrize("code", [700, 716, 719, 999])
+def test_an_error_that_an_earlier_kernel_left_is_raised_and_bans_none(code: int) -> None:
+    parts = make([record(10.0, conf=TMA)])
+    parts.call(*tensors(), CAUSAL)
+    (kernel,) = parts.loads.kernels
+    kernel.failure = refused(code, "cuLaunchKernelEx gave CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(LaunchFailed, match=r"ILLEGAL_ADDRESS.*not necessarily FlashGen's.*start it again"):
+        parts.call(*tensors(), CAUSAL)
+    assert explain(parts, *tensors()).steps[0].verdict == "accepted"
+
+
+def test_a_kernel_is_banned_where_it_came_from_and_nowhere_else() -> None:
+    bundled = Loads(refusing={TMA.name: refused(701, "out of resources")})
+    parts = make([record(10.0, conf=TMA)])
+    store = Records([record(50.0, conf=TMA)])
+    parts.dispatcher.add_bundle(Source("bundle x", lambda: store, bundled))
+    parts.call(*tensors(), CAUSAL)
+    assert parts.loads.launched == [TMA.name] and bundled.launched == []
+
+
+# Bundles
+
+
+def test_two_bundles_of_one_name_have_kernels_of_their_own() -> None:
+    parts, loaded = make(), [Loads(), Loads(), Loads()]
+    store = Records([record(50.0, conf=TMA)])
+    for place, load in zip(("/a/b", "/c/b", "/a/b"), loaded, strict=True):
+        parts.dispatcher.add_bundle(Source("bundle b", lambda: store, load, place=place))
+        parts.call(*tensors(), CAUSAL)
+        assert load.launched == [TMA.name], "the bundle that was loaded last serves"
+    assert [source.place for source in parts.policy.bundles] == ["/a/b", "/c/b"]
+    assert [source.load for source in parts.policy.bundles] == [loaded[2], loaded[1]]
+    assert {known[-1] for known in parts.dispatcher._kernels} == {loaded[1], loaded[2]}
+
+
+def test_a_failure_of_a_bundle_is_forgotten_when_its_folder_is_loaded_again() -> None:
+    broken, mended = Loads({TMA.name: LaunchFailed("invalid image")}), Loads()
+    parts, store = make(), Records([record(50.0, conf=TMA)])
+    for load in (broken, mended):
+        parts.dispatcher.add_bundle(Source("bundle b", lambda: store, load, place="/a/b"))
+        parts.call(*tensors(), CAUSAL)
+    assert mended.launched == [TMA.name]
+
+
+# Tuning while calls go on
+
+
+def test_while_a_kind_is_tuned_other_threads_are_served() -> None:
+    started, finish = threading.Event(), threading.Event()
+
+    def tune(work: Workload, device: int) -> None:
+        if started.is_set():
+            return  # of the other kind
+        started.set()
+        assert finish.wait(30)
+        parts.records.all.append(record(conf=POINTER, work=work))
+
+    parts = make([record(conf=TMA, work=workload(512))], on_miss="tune", tune=tune)
+    q, k, v = tensors(q_len=100)
+    first = threading.Thread(target=parts.call, args=(q, k, v, CAUSAL))
+    first.start()
+    try:
+        assert started.wait(30)
+        others = [
+            threading.Thread(target=parts.call, args=(q, k, v, CAUSAL)),  # the same kind: not tuned yet
+            threading.Thread(target=parts.call, args=(*tensors(heads=16), CAUSAL)),  # another miss
+        ]
+        for thread in others:
+            thread.start()
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in others)
+        assert parts.loads.launched == [TMA.name] * 2, "what was known before the tuning"
+    finally:
+        finish.set()
+        first.join(30)
+    assert parts.loads.launched == [TMA.name] * 2 + [POINTER.name]
+    parts.call(q, k, v, CAUSAL)
+    assert parts.loads.launched == [TMA.name] * 2 + [POINTER.name] * 2, "after it nobody keeps the old one"
+
+
+def test_warming_tunes_too() -> None:
+    def tune(work: Workload, device: int) -> None:
+        parts.records.all.append(record(conf=POINTER, work=work))
+
+    parts = make(on_miss="tune", tune=tune)
+    assert parts.dispatcher.warm(workload(64), FACTS[0], -1).runs == POINTER.name
+
+
+# Devices
+
+
+def test_c23_each_device_is_served_for_what_it_is() -> None:
+    l40s = find_target("nvidia-l40s")
+    parts = make([record(10.0, conf=TMA), record(10.0, conf=POINTER, target=l40s)])
+    parts.dispatcher._target_of = {-1: H200, 1: l40s}.__getitem__
+    call = module.check(*tensors(), CAUSAL, None, None, "bhsd", False)
+    for device, target, conf in ((-1, H200, TMA), (1, l40s, POINTER)):
+        plan = parts.dispatcher._resolve((device,), call, 0, device)
+        assert isinstance(plan.kernel, LoadedKernel) and plan.kernel.config == conf
+        request = plan.kernel.request
+        assert (request.target, request.device) == (target, device)
+        told = parts.dispatcher.warm(workload(64), FACTS[0], device)
+        assert told.runs == conf.name and target.name in told.where
+        assert parts.dispatcher.explain(call, device).runs == conf.name

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import flashgen
 from flashgen import masks, score_mods
@@ -41,7 +44,19 @@ CALLS: dict[str, Function] = {
     "causal made inside": lambda q, k, v: flashgen.attention(q, k, v, mask=masks.causal()),
     "window": lambda q, k, v: flashgen.attention(q, k, v, mask=WINDOW),
     "window made inside": lambda q, k, v: flashgen.attention(q, k, v, mask=masks.sliding_window(3, 0)),
+    "text": lambda q, k, v: flashgen.attention(
+        q, k, v, mask="causal & sliding_window(3, 0) | ~full", score_mod="softcap(2.0), softcap(1.0)"
+    ),
+    "joined inside": lambda q, k, v: flashgen.attention(
+        q, k, v, mask=masks.causal() & masks.sliding_window(3, 0) | masks.sliding_window(0, 0)
+    ),
+    "scores joined inside": lambda q, k, v: flashgen.attention(
+        q, k, v, score_mod=[score_mods.softcap(2.0), score_mods.softcap(1.0)]
+    ),
     "padding": lambda q, k, v: flashgen.attention(q, k, v, mask=PADDING),
+    "padding joined inside": lambda q, k, v: flashgen.attention(
+        q, k, v, mask=masks.causal() & masks.key_padding(torch.full((2,), 5))
+    ),
     "padding made inside": lambda q, k, v: flashgen.attention(
         q, k, v, mask=masks.key_padding(torch.ones(2, k.shape[2], dtype=torch.bool))
     ),
@@ -80,6 +95,42 @@ def test_a_call_is_traced_without_a_graph_break(name: str, gradient: bool) -> No
             grads = [torch.autograd.grad(loss, inputs) for loss in losses]
             for one, other in zip(*grads, strict=True):
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [True, "0.5", math.inf, 1e39])
+def test_a_bad_scale_is_refused_in_a_trace_too(scale: Any) -> None:
+    compiled = torch.compile(
+        lambda q, k, v: flashgen.attention(q, k, v, scale=scale), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Unsupported, match="InvalidArgument"):
+        compiled(*draw(8))
+
+
+def test_a_scale_may_vary_within_a_graph() -> None:
+    compiled = torch.compile(
+        lambda q, k, v, scale: flashgen.attention(q, k, v, scale=scale),
+        fullgraph=True,
+        backend="eager",
+        dynamic=True,
+    )
+    for scale in (0.3, 0.7, -0.2):
+        out = compiled(*draw(8), scale)
+        torch.testing.assert_close(out, flashgen.attention(*draw(8), scale=scale))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_autocast_in_a_trace(gradient: bool) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out, lse = flashgen.attention(q, k, v, mask="causal", return_lse=True)
+            return flashgen.sdpa(q, k, v, enable_gqa=True) + out, lse
+
+    inputs = draw(8, gradient=gradient)
+    ours, eager = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs)
+    assert [each.dtype for each in ours] == [torch.bfloat16, torch.float32]
+    for one, other in zip(ours, eager, strict=True):
+        torch.testing.assert_close(one, other)
+        assert (one.grad_fn is not None) == gradient
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -170,3 +221,14 @@ def test_the_operator_has_no_gradient_to_lose() -> None:
     assert out.grad_fn is not None
     with pytest.raises(RuntimeError, match="autograd"):
         out.sum().backward()
+
+
+def test_the_operator_has_no_forward_mode_derivative_to_lose() -> None:
+    q, k, v = draw(8)
+    call = lambda q: torch.ops.flashgen.attention_fwd(  # noqa: E731
+        q, k, v, [], "True", "full", "", "", [], 0.2, "bhsd", False
+    )
+    with pytest.raises(InvalidArgument, match=r"no forward-mode derivative .* call flashgen.attention"):
+        torch.func.jvp(lambda q: call(q)[0], (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(InvalidArgument, match="no forward-mode derivative"):
+        call(forward_ad.make_dual(q, q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import flashgen
+from flashgen.errors import InvalidArgument
 from flashgen.runtime.sdpa import translate
 from flashgen.spec import masks
 
@@ -39,6 +41,7 @@ SERVED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
     "scale": ({}, {"scale": 0.3}, "full"),
     "negative scale": ({}, {"scale": -0.3}, "full"),
     "scale 0": ({}, {"scale": 0.0}, "full"),
+    "scale below float32": ({}, {"scale": 1e-50}, "full"),
     "grouped heads": ({"kv_heads": 2}, {"enable_gqa": True, "is_causal": True}, 'causal(align="top_left")'),
     "gqa of equal heads": ({}, {"enable_gqa": True}, "full"),
     "key padding": ({}, {"attn_mask": keep(2, 1, 1, 9)}, 'key_padding("keep")'),
@@ -57,6 +60,8 @@ LEFT_TO_TORCH: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
     "a mask of everything": ({}, {"attn_mask": keep(2, 4, 6, 9)}, "differs between heads or queries"),
     "two masks": ({}, {"attn_mask": keep(6, 9), "is_causal": True}, "both attn_mask and is_causal"),
     "a head dim that is not served": ({"head_dim": 12}, {}, "head dim 12"),
+    "a scale that is True": ({}, {"scale": True, "enable_gqa": True}, "no plain number"),
+    "a scale in a tensor": ({}, {"scale": torch.tensor(0.5), "enable_gqa": True}, "no plain number"),
     "a large head dim": ({"head_dim": 320}, {}, "head dim 320"),
 }
 
@@ -90,6 +95,21 @@ def _in_order(options: dict[str, Any]) -> list[Any]:
     return list((defaults | options).values())
 
 
+@pytest.mark.parametrize(
+    "change", [{"key": None}, {"query": "q"}, {"value": [1.0]}, {"attn_mask": [True]}, {"scale": "0.5"}]
+)
+def test_what_is_no_tensor_gets_torchs_own_error(change: dict[str, Any]) -> None:
+    given = dict(zip(("query", "key", "value"), draw(), strict=True)) | change
+    with pytest.raises(TypeError) as theirs:
+        F.scaled_dot_product_attention(**given)
+    with pytest.raises(TypeError) as ours:
+        flashgen.sdpa(**given)
+    assert re.sub(r" \(position \d\)", "", str(ours.value)) == str(theirs.value)
+    if "query" in change:
+        with pytest.raises(InvalidArgument, match="q must be a tensor"):
+            flashgen.explain(*list(given.values())[:3], is_causal=True)
+
+
 def test_dropout_runs_in_torch() -> None:
     q, k, v = draw()
     torch.manual_seed(5)
@@ -106,6 +126,30 @@ def test_a_gradient_is_torchs(options: dict[str, Any]) -> None:
     theirs = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, **options).sum(), (q, k, v))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert "gradient" in flashgen.explain(q, k, v, enable_gqa=True).steps[0].reason
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": keep(2, 1, 1, 9)}])
+def test_forward_mode_and_transforms_are_torchs(options: dict[str, Any]) -> None:
+    q, k, v = draw()
+
+    def result(function: Any) -> Any:
+        def call(q: Tensor) -> Tensor:
+            return function(q, k, v, **options)
+
+        try:
+            return torch.func.jvp(call, (q,), (q,))
+        except NotImplementedError as error:  # torch's backend on the CPU
+            return str(error)
+
+    ours, theirs = result(flashgen.sdpa), result(F.scaled_dot_product_attention)
+    if isinstance(theirs, str):
+        assert ours == theirs
+    else:
+        assert all(map(torch.equal, ours, theirs))
+    stacked = torch.stack([q, 2 * q])
+    mapped = torch.func.vmap(lambda q: flashgen.sdpa(q, k, v, **options))(stacked)
+    expected = [F.scaled_dot_product_attention(each, k, v, **options) for each in stacked]
+    torch.testing.assert_close(mapped, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from dispatch_parts import tensors
 from fake_cuda import FakeCuda, build, compiler
 from sample_records import H200, config, record, workload
@@ -16,13 +21,18 @@ from flashgen import api, masks
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.launch import Kernel
 from flashgen.bundle.load import verify_bundle
+from flashgen.cli.tune import tune as tune_command
 from flashgen.codegen.source import render
-from flashgen.errors import InvalidArgument, LaunchFailed, UnknownName
+from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, UnknownName
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.policy import Policy, Request, Source
+from flashgen.settings import Settings
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
+from flashgen.spec.record import Record, Versions
+from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
+from flashgen.store.today import current_hash
 from flashgen.tune.plan import Plan
 
 pytestmark = pytest.mark.compile
@@ -75,12 +85,22 @@ def test_what_was_tuned_is_what_explain_says_and_export_packs(database: str, tmp
     told = flashgen.explain_workload(work, "nvidia-h200", db=database)
     best = api.best_record(work, "nvidia-h200", db=database)
     assert best is not None and best.measurement.source == "model"
-    assert told.runs == best.config.name and "exact bucket: modelled" in str(told)
+    assert told.runs == best.config.name and "exact bucket: ranked by a model at" in str(told)
     assert json.loads(json.dumps(told.to_json()))["runs"] == best.config.name
     path = flashgen.export("ci", tmp_path / "bundle", target="nvidia-h200", db=database)
     report = verify_bundle(path)
     assert report.ok and report.records >= 2 and "nvidia-h200" in report.target
     assert report.kernels >= 2 * report.records
+
+
+def test_a_record_of_a_config_that_no_family_has_is_not_exported(tmp_path: Path) -> None:
+    work, path = workload(512, spec=SMALL, heads=7, kv_heads=7), str(tmp_path / "tuning.db")
+    good = record(9.0, conf=POINTER, work=work)
+    odd = [Config("attention_fwd", ()), Config("attention_fwd", (("num_stages", "x"),))]
+    odd.append(Config("attention_fwd_ws", POINTER.values))
+    with TuningDB(path) as db:
+        db.add_many([good, *(replace(good, config=each) for each in odd)])
+    assert api._winners(work, H200, path) == [good]
 
 
 def test_a_workload_without_a_record_is_not_exported_silently(database: str, tmp_path: Path) -> None:
@@ -101,9 +121,24 @@ def test_explain_shows_every_step(database: str) -> None:
         ("torch", "not reached"),
     ]
     lines = str(told).splitlines()
-    assert lines[0].startswith("b2h4kv2q64k64 of [fwd d32 fp16") and lines[1].startswith("on nvidia-l40s")
+    assert lines[0] == (
+        "attention, batch 2, heads 4 (2 of k and v), q_len 64, k_len 64, head_dim 32, fp16, mask causal"
+    )
+    assert lines[1].startswith("on nvidia-l40s")
+    assert lines[-1].split() == ["torch", "not", "reached"]
     assert lines[2].startswith("runs m") and "pointer" in lines[2]  # no tensor descriptors before sm_90
     assert api.best_record(work, "nvidia-l40s", db=database) is None
+
+
+def test_steps_stand_in_the_order_in_which_they_are_tried(database: str, tmp_path: Path) -> None:
+    order = ["database", "shipped records", "family default", "torch"]
+    tuned = flashgen.explain_workload(api.workloads_of("ci")[0], "nvidia-h200", db=database)
+    assert [step.source for step in tuned.steps] == order
+    assert [step.verdict for step in tuned.steps] == ["accepted", *["not reached"] * 3]
+    shipped = api.workloads_of("llama3-8b")[0]
+    told = flashgen.explain_workload(shipped, "nvidia-h200", db=f"sqlite:///{tmp_path / 'none.db'}")
+    assert [step.source for step in told.steps] == order
+    assert [step.verdict for step in told.steps] == ["rejected", "accepted", *["not reached"] * 2]
 
 
 def test_an_unaligned_call_is_explained_as_such(database: str) -> None:
@@ -114,9 +149,16 @@ def test_an_unaligned_call_is_explained_as_such(database: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "error"),
-    [("llama9", UnknownName), ("missing.json", InvalidArgument), (Path("gone"), InvalidArgument)],
+    [
+        ("llama9", UnknownName),
+        ("missing.json", InvalidArgument),
+        (Path("gone"), InvalidArgument),
+        (None, InvalidArgument),
+        (5, InvalidArgument),
+        (["llama3-8b"], InvalidArgument),
+    ],
 )
-def test_workloads_that_are_not_there(what: str | Path, error: type[Exception]) -> None:
+def test_workloads_that_are_not_there(what: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         api.workloads_of(what)
 
@@ -132,11 +174,165 @@ def test_workloads_of_a_models_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_what_needs_one_says_so() -> None:
+def test_without_a_gpu_what_needs_one_says_so(tmp_path: Path) -> None:
     for ask in (
-        lambda: flashgen.warmup("ci"),
         lambda: flashgen.tune("ci"),
         lambda: flashgen.explain_workload(workload()),
+        lambda: flashgen.export("ci", tmp_path / "bundle"),
     ):
-        with pytest.raises(LaunchFailed, match=r"(?s)no GPU here.*--target NAME"):
+        with pytest.raises(NoGPU, match=r"(?s)no GPU here.*\ntarget=NAME works without one.*nvidia-h200"):
             ask()
+    with pytest.raises(NoGPU, match=r"^no GPU here[^\n]*$"):  # no target helps
+        flashgen.warmup("ci")
+
+
+def test_what_is_not_as_it_was_measured_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = workload(512, spec=SMALL, heads=7, kv_heads=7)
+    todays = current_hash(record(conf=POINTER, work=work))
+    assert todays is not None
+    triton = toolchain().triton
+    monkeypatch.setattr(api, "_versions_here", lambda: Versions("0.1.0", triton, driver="570.1"))
+
+    def reason(found: Record) -> str:
+        path = str(tmp_path / f"{found.median_us}.db")
+        with TuningDB(path) as db:
+            db.add(found)
+        step = api.explain_workload(work, H200, db=path).steps[0]
+        assert step.verdict == "accepted"
+        return step.reason
+
+    stale = "stale, another kernel was measured (flashgen db revalidate)"
+    driver = "made with driver 580.65, here it is 570.1"
+    as_it_was = record(1.0, conf=POINTER, work=work, hash=todays, triton=triton)
+    assert reason(as_it_was).endswith(f"; {driver}") and stale not in reason(as_it_was)
+    assert reason(record(2.0, conf=POINTER, work=work, hash="0", triton=triton)).endswith(
+        f"; {stale}; {driver}"
+    )
+    newer = reason(record(3.0, conf=POINTER, work=work, hash=todays, triton="9.9.9"))
+    assert newer.endswith(f"; made with triton 9.9.9, here it is {triton}; {driver}")
+    same = replace(as_it_was, versions=replace(as_it_was.versions, driver="570.1"), density="real")
+    assert "made with" not in reason(replace(same, measurement=record(4.0).measurement))
+    api._forget()
+
+
+def test_c27_a_stale_record_is_exported_with_a_mark(tmp_path: Path) -> None:
+    work, path = workload(512, spec=SMALL, heads=7, kv_heads=7), str(tmp_path / "tuning.db")
+    todays = current_hash(record(conf=POINTER, work=work))
+    assert todays is not None
+    with TuningDB(path) as db:
+        db.add_many(
+            [
+                record(5.0, conf=TMA, work=work, hash="0" * 16),
+                record(7.0, conf=POINTER, work=work, hash=todays),
+            ]
+        )
+    out = api.export(work, tmp_path / "bundle", target=H200, db=path)
+    report = verify_bundle(out)
+    assert (report.ok, report.records, report.stale) == (True, 2, 1)
+    entries = json.loads((out / "manifest.json").read_text())["entries"]
+    assert {entry["record"]["config"]["loads"]: entry["stale"] for entry in entries} == {
+        "tma": True,
+        "pointer": False,
+    }
+    api._forget()
+
+
+@pytest.fixture
+def dispatcher() -> Iterator[Dispatcher]:
+    """The process's, made anew."""
+    api._dispatcher.cache_clear()
+    yield api._dispatcher()
+    api._dispatcher.cache_clear()
+
+
+def test_a_bundle_that_is_loaded_again_replaces_itself_alone(
+    database: str, tmp_path: Path, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a" / "b", tmp_path / "c" / "b"]
+    work = api.workloads_of("ci")[0]
+    for path in paths:
+        flashgen.export(work, path, target="nvidia-h200", db=database)
+    monkeypatch.chdir(tmp_path / "a")
+    bundles = [flashgen.load_bundle(path) for path in (*paths, "b")]
+    assert [source.open() for source in dispatcher._policy.bundles] == [bundles[2], bundles[1]]
+    assert {source.label for source in dispatcher._policy.bundles} == {"bundle b"}
+    best = bundles[2].manifest.records[0]
+    assert dispatcher._policy.bundles[0].marks(best) == ()
+
+
+# What is asked for, and what a setting says
+
+
+def test_a_gpu_that_is_named_is_measured_on_whatever_the_settings_pretend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, int]] = []
+
+    @contextmanager
+    def bench(target: object, device: int, jobs: int | None) -> Iterator[None]:
+        asked.append((target, device))
+        raise LaunchFailed("asked enough")
+        yield
+
+    monkeypatch.setattr(api, "_bench", bench)
+    monkeypatch.setattr(api, "SETTINGS", Settings(target="nvidia-h100", db=str(tmp_path / "x.db")))
+    h100 = find_target("nvidia-h100")
+    ways: list[tuple[Callable[[], object], tuple[object, int]]] = [
+        (lambda: flashgen.tune("ci", device=0), (None, 0)),
+        (lambda: flashgen.tune("ci", device=1), (None, 1)),
+        (lambda: flashgen.tune("ci"), (h100, 0)),
+        (lambda: flashgen.tune("ci", target=H200), (H200, 0)),
+        (lambda: api._tune_one(workload(), 1), (h100, 0)),  # calls are dispatched for the pretended GPU too
+    ]
+    for way, wanted in ways:
+        with pytest.raises(LaunchFailed, match="asked enough"):
+            way()
+        assert asked[-1] == wanted
+    monkeypatch.setattr(api, "SETTINGS", Settings(db=str(tmp_path / "x.db")))
+    for way, wanted in (
+        (lambda: flashgen.tune("ci"), (None, 0)),
+        (lambda: api._tune_one(workload(), 1), (None, 1)),
+    ):
+        with pytest.raises(LaunchFailed, match="asked enough"):
+            way()
+        assert asked[-1] == wanted
+    with pytest.raises(
+        InvalidArgument, match=r"target='nvidia-h200' is offline work, device=0 .*leave out one"
+    ):
+        flashgen.tune("ci", target="nvidia-h200", device=0)
+
+
+def test_the_command_names_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def tune(what: object, **given: object) -> None:
+        asked.append(given)
+        raise LaunchFailed("asked enough")
+
+    monkeypatch.setattr(api, "tune", tune)
+    monkeypatch.setattr("flashgen.build.device.live_target", lambda index=0: H200)
+    for arguments, wanted in (
+        (["--gpu"], (None, 0)),
+        (["--gpu", "1"], (None, 1)),
+        (["--target", H200.name], (H200, None)),
+    ):
+        CliRunner().invoke(tune_command, [*arguments, "--suite", "ci", "--db", str(tmp_path / "x.db")])
+        assert (asked[-1]["target"], asked[-1]["device"]) == wanted
+
+
+def test_databases_are_closed_when_they_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    close = TuningDB.close
+    monkeypatch.setattr(TuningDB, "close", lambda self: (closed.append(str(self.where)), close(self))[0])
+    paths = [str(tmp_path / f"{i}.db") for i in range(6)]
+    first = api._database(paths[0])
+    assert api._database(paths[0]) is first
+    for path in paths[1:]:
+        api._database(path)
+    assert closed == paths[:2], "few are open at a time"
+    api._forget()
+    assert sorted(closed) == paths
+    assert api._database(paths[0]) is not first
+    api._forget()

@@ -97,6 +97,12 @@ def test_spec_says_what_is_allowed(change: dict[str, object], words: str) -> Non
     [
         ({"batch": 0}, "at least 1"),
         ({"q_len": -1}, "at least 0"),
+        ({"q_len": 2**31}, "q_len=2147483648 must be at least 0 and at most 2147483647"),
+        ({"k_len": 10**100}, r"k_len=10{36}\.\.\. must be"),
+        ({"heads": 99999999999, "kv_heads": 1}, "heads=99999999999 must be at least 1 and at most"),
+        ({"batch": 10**20}, "batch=100000000000000000000 must be"),
+        ({"batch": 2**27}, "batch=134217728 times heads=.* must be at most 2147483647; split the batch"),
+        ({"batch": 2**20, "k_len": 2**31 - 1}, r"has tensors of \d+ elements; at most 281474976710656"),
         ({"kv_heads": 5}, "multiple of kv_heads=5"),
     ],
 )
@@ -108,7 +114,7 @@ def test_workload_says_what_is_allowed(change: dict[str, int], words: str) -> No
 def test_measurements_keep_their_reason() -> None:
     with pytest.raises(InvalidArgument, match="needs a reason"):
         Measurement(Status.CRASH)
-    with pytest.raises(InvalidArgument, match="positive time"):
+    with pytest.raises(InvalidArgument, match="a time of at least"):
         Measurement(Status.OK)
     with pytest.raises(InvalidArgument, match="measured, model"):
         Measurement(Status.OK, 1.0, source="guess")

@@ -216,6 +216,11 @@ def test_refusals_name_the_piece_and_the_way_out(text, piece, hint):
     assert len(str(refusal.value)) < 1000
 
 
+def test_an_operand_is_not_read_without_an_index():
+    with pytest.raises(InvalidArgument, match=r"'table\[\(\)\]' .*by index, as in table\[batch\]"):
+        parse("table[()] > 1", operands={"table": None})
+
+
 @pytest.mark.parametrize("text", ["-" * 90 + "1", "1" + "+1" * 3000, "-" * 9000 + "1", "(" * 3000 + "1"])
 def test_deep_nesting_is_refused_whoever_notices_it(text):
     with pytest.raises(InvalidArgument) as refusal:

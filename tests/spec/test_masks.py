@@ -168,6 +168,10 @@ def test_windows_are_checked():
         ("key_padding([3, 4])", "[3, 4]"),
         ("", "causal & sliding_window(1023, 0)"),
         ("(causal", "causal & sliding_window(1023, 0)"),
+        ("~" * 2000 + "causal", "nested too deeply"),
+        ("causal" + ".x" * 1500, "nested too deeply"),
+        ("causal & " * 2000 + "causal", "18006 characters; at most 4096"),
+        ("~" * 100_000 + "causal", "100006 characters; at most 4096"),
     ],
 )
 def test_refused_mask_text_says_what_is_allowed(text, hint):

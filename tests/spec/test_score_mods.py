@@ -66,6 +66,8 @@ def test_nothing_to_compose():
         ("softcap()", "softcap(cap)"),
         ("()", "softcap(30.0)"),
         ("3", "softcap(30.0)"),
+        ("softcap(3), " * 400, "4800 characters; at most 4096"),
+        ("softcap" + ".x" * 1500, "nested too deeply"),
     ],
 )
 def test_refused_text_says_what_is_allowed(text, hint):

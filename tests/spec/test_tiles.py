@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashgen.build.reference import TORCH_FUNCTIONS
+from flashgen.codegen.abi import Grid
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
@@ -278,3 +279,39 @@ def test_bounds_read_nothing_that_changes_within_a_tile():
 def test_only_two_axes():
     with pytest.raises(InvalidArgument, match="axis="):
         ranges(parse_mask("causal").rule, "batch")
+
+
+MANY = 2**22
+
+SCHEDULES = {
+    # mask, its parameters, (q_len, k_len): (full_hi, hi) of the keys of the first and of the last query tile
+    "causal, square": ("causal", (MANY, MANY), (0, 128), (MANY - 128, MANY)),
+    "causal, one row": ("causal", (1, MANY), (MANY, MANY), (MANY, MANY)),
+    "causal, few keys": ("causal", (MANY, 64), (0, 0), (0, 64)),
+    "full": ("full", (MANY, MANY), (MANY, MANY), (MANY, MANY)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_c10_millions_of_queries_and_keys_have_a_schedule_within_31_bits(name):
+    mask, (q_len, k_len), first_tile, last_tile = SCHEDULES[name]
+    block_m, block_n = 128, 64
+    grid = Grid("row_tiles", block_m)
+    assert grid.blocks(1, 1, MANY) == 32_768 and grid.blocks(4, 128, MANY) == 2**24
+    assert grid.blocks(2**16, 2, 1) == 2**17 and grid.blocks(1, 1, MANY + 1) == 32_769
+    found = ranges(parse_mask(mask).rule, "k")
+    tile_count = grid.blocks(1, 1, q_len)
+    for tile, (full_hi, hi) in ((0, first_tile), (tile_count - 1, last_tile)):
+        env = {"first": tile * block_m, "last": tile * block_m + block_m - 1, "q_len": q_len, "k_len": k_len}
+        ((lo, full_lo, found_full_hi, found_hi),) = resolve(found, env, block_n, k_len)
+        assert (lo, full_lo, found_full_hi, found_hi) == (0, 0, full_hi, hi)
+        for bound in (found[0].lo, found[0].hi, found[0].full_lo, found[0].full_hi):
+            assert bound is None or abs(ex.evaluate(bound, env)) < 2**31
+
+
+def test_c10_a_window_over_millions_of_keys_visits_its_own_tiles_alone():
+    window = parse_mask("causal & sliding_window(1023, 0)")
+    env = {"first": MANY - 128, "last": MANY - 1, "q_len": MANY, "k_len": MANY}
+    env |= dict(zip((name for name, _ in window.rule.params), window.values, strict=True))
+    ((lo, full_lo, full_hi, hi),) = resolve(ranges(window.rule, "k"), env, 64, MANY)
+    assert (lo, full_lo, full_hi, hi) == (MANY - 1152, MANY - 1024, MANY - 128, MANY)

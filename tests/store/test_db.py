@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from datetime import datetime, timezone
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +22,14 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 
 from flashgen.errors import InvalidArgument, StoreError
-from flashgen.spec.record import Measurement, Record, Status
+from flashgen.spec import form
+from flashgen.spec.record import Measurement, Record, Status, Versions
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import find_target
+from flashgen.store import jsonl
 from flashgen.store.db import TuningDB
 from flashgen.store.notices import StoreWarning
+from flashgen.store.transfer import export_records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,33 +50,96 @@ def test_records_come_back_as_they_were(database: TuningDB) -> None:
     assert [record.to_json() for record in found] == [record.to_json() for record in records]
 
 
+printable = st.characters(exclude_categories=["Cc", "Cf", "Cs", "Zl", "Zp"])
 numbers = st.none() | st.floats(allow_nan=False) | st.integers(0, 2**40)
-counts = st.none() | st.integers(0, 2**62)
+counts = st.none() | st.integers(0, 2**62 - 1)
+moments = st.datetimes(min_value=datetime(1000, 1, 1), timezones=st.just(timezone.utc)).map(
+    datetime.isoformat
+)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     status=st.sampled_from(list(Status)),
-    median=st.floats(1e-3, 1e12),
+    median=st.floats(0.1, 1e12),
     error=numbers,
     limits=st.tuples(numbers, numbers),
     counts=st.tuples(counts, counts, counts),
-    reason=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
-    lengths=st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)),
+    reason=st.text(printable | st.sampled_from("\n\t"), min_size=1),
+    lengths=st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)),
     params=st.tuples(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.1, 1e6)),
-    name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    name=st.text(printable, max_size=256),
+    moment=moments,
 )
-def test_any_record_comes_back(status, median, error, limits, counts, reason, lengths, params, name) -> None:
+def test_any_record_comes_back(
+    status, median, error, limits, counts, reason, lengths, params, name, moment
+) -> None:
     work = make.workload(*lengths, batch=3, spec=make.WINDOW_AND_CAP, params=params)
     measurement = Measurement(status, median, *limits, 5, error, *counts, "model", reason)
-    record = replace(make.record(work=work), measurement=measurement, density=name, created_at=name)
+    record = replace(make.record(work=work), measurement=measurement, density=name, created_at=moment)
     record = replace(record, target=replace(record.target, name=name))
     with TuningDB("sqlite://") as database:
         assert database.add(record)
         assert not database.add(record)
         (found,) = database.records()
     assert found == record
-    assert (found.created_at, found.target.name) == (name, name)
+    assert (found.created_at, found.target.name) == (moment, name)
+    assert jsonl.parse_line(jsonl.format_line(found)) == found
+
+
+any_text = st.text(max_size=300) | st.sampled_from(["", "x" * 257, "\x1b", "yesterday"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    numbers=st.tuples(*[st.sampled_from([0, 1, 2**31, 2**62, -1, 1.5, float("inf")])] * 4),
+    texts=st.tuples(*[any_text] * 5),
+    moment=any_text | moments | st.sampled_from(["2026-11-29", "2026-13-29T00:00:00Z"]),
+    reason=st.integers(0, 2**17).map('"\n'.__mul__) | st.text(),
+    names=st.integers(0, 40),
+    terms=st.integers(1, 1500),
+)
+def test_what_a_store_takes_an_import_takes(numbers, texts, moment, reason, names, terms) -> None:
+    try:
+        declared = [f"p{number}" for number in range(names)]
+        terms = " & ".join(
+            ["k_idx > q_idx", *[f"k_idx > {name}" for name in declared], *["~(q_idx == 12)"] * terms]
+        )
+        where = f" where {', '.join(f'{name}: i32' for name in declared)}" if declared else ""
+        spec = replace(make.CAUSAL, mask=Rule.parse("mask", terms + where))
+        measurement = Measurement(
+            Status.CRASH, numbers[0], passes=numbers[1], registers=numbers[2], reason=reason or "none"
+        )
+        record = replace(
+            make.record(work=make.workload(spec=spec, params=(numbers[3],) * names)),
+            measurement=measurement,
+            kernel_hash=texts[0],
+            density=texts[1],
+            versions=Versions(*texts[2:4]),
+            target=replace(make.H200, name=texts[4]),
+            created_at=moment,
+        )
+        with TuningDB("sqlite://") as database:
+            database.add(record)
+            (found,) = database.records()
+    except InvalidArgument:
+        return
+    with StringIO() as file:
+        assert export_records([found], file) == 1
+        file.seek(0)
+        (line,) = jsonl.read(file)
+    assert (line.record, line.problem) == (found, "")
+
+
+def test_the_largest_record_fits_a_line() -> None:
+    rule = Rule.parse("mask", " & ".join(["(k_idx > 0)"] * 1200))
+    spec = replace(make.CAUSAL, mask=rule)
+    crash = Measurement(Status.CRASH, reason='"' * 300_000)
+    with TuningDB("sqlite://") as database:
+        database.add(replace(make.record(work=make.workload(spec=spec)), measurement=crash))
+        (found,) = database.records()
+    assert len(found.measurement.reason) == form.MAX_REASON
+    assert jsonl.parse_line(jsonl.format_line(found)) == found
 
 
 def test_an_error_that_is_no_number_comes_back(database: TuningDB) -> None:
@@ -250,6 +319,65 @@ def test_a_config_that_no_longer_exists_is_stale() -> None:
     assert current_hash(make.record(conf=replace(make.config(), family="attention_old"))) is None
     partial = replace(make.config(), values=(("block_m", 128),))
     assert current_hash(replace(make.record(), config=partial)) is None
+
+
+# Rows that are no records: damaged, or of a newer FlashGen
+
+ODD_ROWS: dict[str, tuple[str, str, object, str]] = {
+    "no json": ("kernels", "spec_json", "{", "not a record: Expecting property name"),
+    "a spec of another kind": ("kernels", "spec_json", "[]", "spec must be an object"),
+    "a newer field": ("kernels", "spec_json", '{"op": "fwd", "sinks": 4}', "spec.addressing is missing"),
+    "a list of tunables": ("kernels", "config_json", "[1]", "config must be an object"),
+    "a newer tunable": ("kernels", "config_json", '{"clusters": 2}', "'clusters' is no tunable"),
+    "a tunable that is a list": ("kernels", "config_json", '{"block_m": [64]}', "config.block_m must not be"),
+    "parameters without names": ("measurements", "params_json", "[5]", "params must be an object"),
+    "a parameter that is a text": ("measurements", "params_json", '{"left": "x"}', "params.left must not be"),
+    "a parameter too many": ("measurements", "params_json", '{"left": 1}', "has parameters ['left']"),
+    "a newer status": ("measurements", "status", "FLAKY", "unknown status 'FLAKY'; known: CRASH, "),
+    "a newer source": ("measurements", "source", "simulated", "must be one of measured, model"),
+    "a time that is a text": ("measurements", "median_us", "soon", "median_us='soon' must be float"),
+    "no time": ("measurements", "median_us", None, "an OK measurement needs a time of at least 0.1 us"),
+    "a size that is a text": ("measurements", "heads", "many", "heads='many' must be int"),
+    "no heads": ("measurements", "kv_heads", 0, "kv_heads=0 must be at least 1"),
+    "a name a terminal obeys": ("measurements", "density", "\x1b[31m", "density must not be '\\x1b[31m'"),
+    "a gpu of such a name": ("targets", "vendor", "\x1b[31m", "target.vendor must not be '\\x1b[31m'"),
+    "a gpu without processors": ("targets", "sm_count", 0, "target.sm_count must not be 0"),
+}
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("odd", ODD_ROWS)
+def test_a_row_that_is_no_record_is_passed_over_and_listed(tmp_path: Path, odd: str, many: bool) -> None:
+    table, column, value, problem = ODD_ROWS[odd]
+    alone = replace(make.H200, sm_count=100) if table == "targets" else make.H200
+    bad = make.record(1.0, conf=make.config(stages=1), target=alone)
+    good = [make.record(2.0 + n, work=make.workload(512 << n % 7)) for n in range(300 if many else 2)]
+    with TuningDB(tmp_path / "tuning.db") as database:
+        database.add_many([bad, *good])
+    with sqlite3.connect(tmp_path / "tuning.db") as connection:
+        which = "key LIKE '%100sm%'" if table == "targets" else "rowid = 1"
+        connection.execute(f"UPDATE {table} SET {column} = ? WHERE {which}", (value,))
+    connection.close()
+    with TuningDB(tmp_path / "tuning.db", readonly=True) as database:
+        with pytest.warns(StoreWarning) as caught:
+            assert list(database.records()) == good
+            found = database.ranked(make.workload(512), make.H200)
+            hints = database.hints(make.workload(512), find_target("nvidia-h100"))
+        assert [record.median_us for record in found[:1]] == [hints[0].median_us]
+        assert len(caught) == 1, "each kind of problem is told once"
+        assert problem in str(caught[0].message) and "`flashgen db check`" in str(caught[0].message)
+        (told,) = database.problems()
+        assert told.startswith("row 1 of measurements cannot be read: ") and problem in told
+
+
+def test_rows_with_one_problem_are_one_line(database: TuningDB) -> None:
+    database.add_many([make.record(1.0 + n) for n in range(3)])
+    assert database.problems() == []
+    with sqlite3.connect(str(database.path)) as connection:
+        connection.execute("UPDATE measurements SET status = 'FLAKY' WHERE id > 1")
+    connection.close()
+    (told,) = database.problems()
+    assert told.startswith("row 2 of measurements, and 1 more, cannot be read: unknown status 'FLAKY'")
 
 
 # Many writers, and a sudden end

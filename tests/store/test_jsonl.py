@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import sample_records as make
 
 from flashgen.errors import InvalidArgument
+from flashgen.spec import form
 from flashgen.spec.record import Status
 from flashgen.store import jsonl
 
@@ -69,19 +71,37 @@ BAD: dict[str, tuple[str, str]] = {
     "float for a count": (put("workload.batch", 1.5), "allowed: a whole number of at least 0"),
     "number for a text": (put("kernel_hash", 5), "record.kernel_hash must not be 5"),
     "long text": (put("kernel_hash", "a" * 257), "a text of at most 256 characters"),
-    "nul": (put("measurement.reason", "a\0b"), "without NUL"),
-    "half a pair": (put("density", "\ud800"), "without NUL or half a surrogate pair"),
+    "nul": (put("measurement.reason", "a\0b"), "without control characters"),
+    "half a pair": (put("density", "\ud800"), "or half surrogate pairs"),
     "past 64 bits": (put("workload.q_len", 2**63), "record.workload.q_len must not be"),
     "too small": (put("target.sm_count", 0), "a whole number of at least 1"),
     "odd heads": (put("workload.kv_heads", 3), "heads=28 must be a multiple of kv_heads=3"),
-    "unknown status": (put("measurement.status", "FINE"), "'FINE' is not a valid Status"),
-    "ok without time": (put("measurement.median_us", None), "an OK measurement needs a positive time"),
+    "unknown status": (put("measurement.status", "FINE"), "unknown status 'FINE'; known: CRASH, NO_COMPILE"),
+    "endless window": (put("workload.params.left", math.inf), "left=inf must be finite"),
+    "ok without time": (put("measurement.median_us", None), "an OK measurement needs a time"),
+    "faster than any kernel": (put("measurement.median_us", 1e-300), "needs a time of at least 0.1 us"),
+    "endless": (put("measurement.median_us", math.inf), "needs a time of at least 0.1 us"),
+    "no config": (put("config", {}), "attention_fwd: block_m=None; allowed: 16, 32"),
+    "half a config": (drop("config.loads"), "attention_fwd: loads=None; allowed: tma, pointer"),
+    "another family's value": (put("config.num_stages", "x"), "num_stages='x'; allowed: 1, 2, 3, 4"),
+    "no such value": (put("config.block_m", 2048), "block_m=2048; allowed: 16, 32"),
+    "config in another order": (
+        edited("config", lambda place, last: place.__setitem__(last, dict(sorted(place[last].items())))),
+        "in another form than that of attention_fwd: block_m, block_n",
+    ),
+    "admission of another config": (put("admission", "any"), "_tma_heads must be 'tma'"),
+    "a name a terminal obeys": (put("target.name", "\x1b[31mhi"), "target.name must not be '\\x1b[31mhi'"),
+    "a key a terminal obeys": (put("measurement.\x1b[31m", 1), "measurement['\\x1b[31m'] is not known"),
+    "a tunable a terminal obeys": (put("config.\x1b[31m", 1), "must not have '\\x1b[31m'"),
+    "a name of two lines": (put("kernel_hash", "a\nb"), "record.kernel_hash must not be 'a\\nb'"),
+    "text the other way round": (put("density", "\u202eabc"), "without control characters"),
+    "a reason a terminal obeys": (put("measurement.reason", "a\x9b31m"), "without control characters"),
     "unknown dtype": (put("workload.spec.dtype", "int4"), "dtype='int4' is not served"),
     "unknown tunable": (put("config", {"speed": 11}), "'speed' is no tunable"),
     "many tunables": (put("config", {f"t{i}": 1 for i in range(65)}), "at most 64 entries"),
     "code": (put(MASK, "__import__('os').system('true')"), "__import__"),
     "deep expression": (put(MASK, "(" * 4000 + "True" + ")" * 4000), "("),
-    "long expression": (put(MASK, "True & " * 4000), "at most 8192 characters"),
+    "long expression": (put(MASK, "True & " * 4000), "at most 20000 characters"),
     "wrong parameters": (put("workload.params", {"left": 1}), "has parameters ['left'], its spec ['left', "),
     "no number": (put("workload.params.cap", float("nan")), "cap=nan must be finite"),
     "odd shared memory": (put("target.shared_per_block", 1000), "must be whole KiB"),
@@ -116,5 +136,5 @@ def test_reading_goes_on_after_bad_lines(tmp_path: Path) -> None:
 
 
 def test_plain_text_is_kept_and_what_cannot_be_stored_is_marked() -> None:
-    assert jsonl.plain("ünïcode \n 注意") == "ünïcode \n 注意"
-    assert jsonl.plain("a\0b\ud800c") == "a?b?c"
+    assert form.plain("ünïcode \n 注意") == "ünïcode \n 注意"
+    assert form.plain("a\0b\ud800c\x1b[2J") == "a?b?c?[2J"

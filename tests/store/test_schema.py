@@ -100,7 +100,9 @@ def test_the_view_and_the_code_agree_on_the_best() -> None:
         make.record(20.0, conf=make.config(stages=3), work=work[0]),
         make.record(status=Status.WRONG, conf=make.config(stages=3), work=work[1]),
         make.record(70.0, conf=make.config(stages=4), work=work[1]),
-        make.record(status=Status.CRASH, conf=make.config(stages=4), work=work[1], created_at="2026-12-01"),
+        make.record(
+            status=Status.CRASH, conf=make.config(stages=4), work=work[1], created_at="2026-12-01T00:00:00Z"
+        ),
         make.record(80.0, conf=make.config(32), work=work[1]),
         make.record(10.0, conf=make.config(64), work=work[1], source="model"),
         make.record(85.0, conf=make.config(16, loads="tma"), work=work[1]),

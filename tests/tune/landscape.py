@@ -52,7 +52,9 @@ def time_us(config: Config, seq: int = 4096) -> float | None:
     return time * seq / 4096 * (1 + 0.01 * digest[0] / 255)
 
 
-def record(of: Workload, config: Config, time: float | None, created_at: str = "2026-01-01") -> Record:
+def record(
+    of: Workload, config: Config, time: float | None, created_at: str = "2026-01-01T00:00:00Z"
+) -> Record:
     return Record(
         target=TARGET,
         workload=of,

@@ -13,7 +13,16 @@ from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.masks import causal, full, sliding_window
 from flashgen.spec.target import find_target
 from flashgen.tune.plan import DEFAULT_TRIALS, Plan, format_seconds, parse_budget
-from flashgen.tune.suites import SUITES, suite_workloads, workloads_from_args, workloads_from_hf_config
+from flashgen.tune.suites import (
+    MODELS_NOT_UNDERSTOOD,
+    NESTED,
+    NOT_UNDERSTOOD,
+    SUITES,
+    ConfigWarning,
+    suite_workloads,
+    workloads_from_args,
+    workloads_from_hf_config,
+)
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 
@@ -47,7 +56,7 @@ def test_windows_and_caps_carry_their_numbers() -> None:
 
 
 def test_an_unknown_suite_lists_the_known() -> None:
-    with pytest.raises(UnknownName, match="unknown suite 'llama9'; known: ci, gemma2-9b, gpt2, llama3-8b"):
+    with pytest.raises(UnknownName, match="unknown suite 'llama9'; known: " + ", ".join(sorted(SUITES))):
         suite_workloads("llama9")
 
 
@@ -72,6 +81,8 @@ def test_a_models_config_gives_its_heads(tmp_path: Path) -> None:
         ({"model_type": "gemma2", "sliding_window": 4096}, [sliding_window(4095, 0), causal()]),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [causal()]),
         ({"model_type": "mistral", "sliding_window": None}, [causal()]),
+        ({"model_type": "mistral", "sliding_window": 0}, [causal()]),
+        ({"model_type": "mistral", "sliding_window": False}, [causal()]),
         (
             {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             [causal(), sliding_window(511, 0)],
@@ -88,9 +99,10 @@ def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
     config = LLAMA | {"head_dim": 256, "attn_logit_softcapping": 50.0, "torch_dtype": "float16"}
     (found,) = workloads_from_hf_config(written(tmp_path, {"text_config": config}), [1024])
     assert (found.spec.head_dim, found.spec.dtype, found.params) == (256, "fp16", (("cap", 50.0),))
-    (gpt2,) = workloads_from_hf_config(
-        written(tmp_path, {"n_head": 12, "n_embd": 768, "n_positions": 300, "head_dim": None})
-    )
+    with pytest.warns(ConfigWarning, match=r'names no dtype: bf16 is assumed; .* as in "dtype": "float16"'):
+        (gpt2,) = workloads_from_hf_config(
+            written(tmp_path, {"n_head": 12, "n_embd": 768, "n_positions": 300, "head_dim": None})
+        )
     assert (gpt2.heads, gpt2.kv_heads, gpt2.spec.head_dim, gpt2.q_len) == (12, 12, 64, 300)
 
 
@@ -106,14 +118,93 @@ def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
             "num_attention_heads='32' must be a positive whole",
         ),
         (LLAMA | {"num_attention_heads": 33}, "33 heads do not divide hidden_size 4096; add head_dim"),
-        (LLAMA | {"torch_dtype": "int8"}, "dtype 'int8' is not served; allowed: float16, bfloat16, float32"),
+        (LLAMA | {"torch_dtype": "int8"}, "torch_dtype='int8' is not served; allowed: float16, bf"),
         (LLAMA | {"num_key_value_heads": 5}, "heads=32 must be a multiple of kv_heads=5"),
         (LLAMA | {"head_dim": 20}, "head_dim=20 is not served; allowed: multiples of 8"),
+        (LLAMA | {"torch_dtype": ["float16"]}, "torch_dtype=.*'float16'.* is not served"),
+        (LLAMA | {"layer_types": 5}, "layer_types=5 must be a list of full_attention"),
+        (LLAMA | {"layer_types": [["a"]]}, r"layer_types=\['a'\] is not understood; known: full_attention"),
+        (LLAMA | {"layer_types": ["linear_attention"]}, "layer_types='linear_attention' is not understood"),
+        (LLAMA | {"layer_types": ["sliding_attention"]}, "sliding_attention needs a sliding_window"),
+        (LLAMA | {"attn_logit_softcapping": "abc"}, "attn_logit_softcapping='abc' is no cap"),
+        (LLAMA | {"attn_logit_softcapping": [1]}, r"attn_logit_softcapping=\[1\] is no cap"),
+        (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank=512 needs qk_nope_head_dim and qk_rope_head_dim"),
+        (LLAMA | {"max_position_embeddings": 256}, "seq=512 is more than the 256 positions"),
+        (LLAMA | {"sliding_window": -1}, "sliding_window=-1 must be a positive whole number"),
+        ("[" * 200_000, "is not JSON .* give a model's config.json"),
+        (LLAMA | {"attn_config": {"alibi": True}}, "alibi=True changes attention and is not"),
+        (
+            LLAMA | {"model_type": "x" * 3000, "torch_dtype": "y" * 3000},
+            r"torch_dtype='y{60,80}\.\.\. is not",
+        ),
     ],
 )
 def test_a_bad_config_says_what_is_wrong(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        workloads_from_hf_config(written(tmp_path, config))
+        workloads_from_hf_config(written(tmp_path, config), [512])
+
+
+@pytest.mark.parametrize("key", NOT_UNDERSTOOD)
+def test_a_key_that_is_not_understood_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{key}=128 changes attention and is not understood"):
+        workloads_from_hf_config(written(tmp_path, LLAMA | {key: 128}), [512])
+    for harmless in (None, 0, False, [], *NOT_UNDERSTOOD[key]):
+        assert workloads_from_hf_config(written(tmp_path, LLAMA | {key: harmless}), [512])
+
+
+@pytest.mark.parametrize("model", MODELS_NOT_UNDERSTOOD)
+def test_a_model_that_is_not_understood_is_refused_by_name(tmp_path: Path, model: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"model_type='{model}' .*, which is not understood"):
+        workloads_from_hf_config(written(tmp_path, LLAMA | {"model_type": model}), [512])
+
+
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads", "dims"),
+    [
+        ({"num_key_value_heads": None}, 32, (128, 128)),
+        ({"model_type": "falcon", "multi_query": True, "num_kv_heads": 32}, 1, (128, 128)),
+        ({"model_type": "falcon", "num_key_value_heads": None}, 1, (128, 128)),
+        ({"multi_query": True, "new_decoder_architecture": True}, 8, (128, 128)),
+        ({"multi_query": False}, 8, (128, 128)),
+        ({"num_key_value_heads": None, "multi_query_group_num": 2, "kv_channels": 64}, 2, (64, 64)),
+        ({"multi_query_attention": False, "multi_query_group_num": 2}, 32, (128, 128)),
+        ({"head_dim": 192, "v_head_dim": 128}, 8, (192, 128)),
+        (MLA, 32, (192, 128)),
+        ({**MLA, "head_dim": 64}, 32, (192, 128)),  # transformers writes the rotary part as head_dim
+        (dict.fromkeys(MLA, 0), 8, (128, 128)),
+        ({"head_dim": 0}, 8, (128, 128)),
+    ],
+)
+def test_kv_heads_and_head_dims_by_every_name(
+    tmp_path: Path, changes: dict[str, Any], kv_heads: int, dims: tuple[int, int]
+) -> None:
+    (found,) = workloads_from_hf_config(written(tmp_path, LLAMA | changes), [512])
+    assert (found.kv_heads, (found.spec.head_dim, found.spec.head_dim_v)) == (kv_heads, dims)
+
+
+def test_a_config_of_mpt_has_its_heads_elsewhere(tmp_path: Path) -> None:
+    mpt = {"d_model": 4096, "n_heads": 32, "max_seq_len": 2048, "torch_dtype": "bfloat16"}
+    part = {"kv_n_heads": 4, "alibi": False, "sliding_window_size": -1, "model_type": ""}
+    found = workloads_from_hf_config(written(tmp_path, mpt | {"attn_config": part}))
+    assert {(w.heads, w.kv_heads, w.spec.head_dim) for w in found} == {(32, 4, 128)}
+    assert max(w.q_len for w in found) == 2048
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("inner", [{"dtype": None}, {"torch_dtype": "float32"}, {}])
+def test_a_text_model_is_found_wherever_it_stands(tmp_path: Path, name: str, inner: dict[str, Any]) -> None:
+    bare = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    config = {"dtype": "float16", "num_attention_heads": 4, name: {"text_config": bare | inner}}
+    (found,) = workloads_from_hf_config(written(tmp_path, config), [512])
+    assert (found.heads, found.spec.dtype) == (32, "fp32" if inner.get("torch_dtype") else "fp16")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA).encode())
+    assert workloads_from_hf_config(tmp_path)
 
 
 def test_an_absent_config_is_named(tmp_path: Path) -> None:
@@ -150,6 +241,8 @@ def test_explicit_sizes() -> None:
         ({"head_dim": 100}, "head_dim=100 is not served"),
         ({"kv_heads": 3}, "heads=32 must be a multiple of kv_heads=3"),
         ({"score_mod": "softcap(0)"}, "cap"),
+        ({"seq": 10**23}, "q_len=100000000000000000000000 must be at least 0 and at most 2147483647"),
+        ({"batch": 10**20}, "batch=100000000000000000000 must be"),
     ],
 )
 def test_bad_sizes_are_named(changes: dict[str, Any], message: str) -> None:
@@ -186,6 +279,8 @@ def test_a_plan_checks_itself() -> None:
         ({"budget_s": 0.0}, "budget_s=0.0 must be more than 0"),
         ({"sampler": "luck"}, "unknown sampler 'luck'"),
         ({"passes": 0}, "passes=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 must be"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             Plan(**changes)  # type: ignore[arg-type]

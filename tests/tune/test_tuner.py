@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import landscape
+import misbehave
 import pytest
 
+from flashgen.codegen.source import KernelSource
 from flashgen.errors import StoreError
-from flashgen.measure.compile_pool import CompilePool
+from flashgen.measure.compile_pool import Compiled, CompilePool
 from flashgen.measure.replay import NoCompiler, Replay
-from flashgen.measure.worker import MeasuringFailed, Trial
-from flashgen.spec.attention import Workload
+from flashgen.measure.worker import MeasuringFailed, Trial, Worker
+from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.masks import key_padding
 from flashgen.spec.record import Measurement, Record, Status
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
 from flashgen.store.today import current_hash
+from flashgen.tune import tuner
 from flashgen.tune.plan import Plan
 from flashgen.tune.tuner import Progress, TuneResult, tune
 
@@ -144,7 +150,25 @@ def test_the_next_run_measures_nothing_again(store: TuningDB) -> None:
     assert again.winner == summary.winner or again.winner.median_us == summary.winner.median_us  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("change", ["kernel", "triton", "sizes", "model", "density", "memory"])
+MOMENTS = {
+    "memory": Measurement(Status.OUT_OF_MEMORY, registers=64, reason="another process held it"),
+    "slow compile": Measurement(Status.TIMEOUT, reason="compiling, after 60 s: no answer"),
+    "killed compile": Measurement(Status.CRASH, reason="compiling, after 2 s: died of SIGBUS"),
+}
+
+
+@pytest.mark.parametrize("status", [Status.TIMEOUT, Status.CRASH, Status.NO_COMPILE])
+def test_what_a_kernel_did_or_the_compiler_said_is_not_asked_again(store: TuningDB, status: Status) -> None:
+    ran = None if status is Status.NO_COMPILE else 64
+    outcome = Measurement(status, registers=ran, reason="for ever")
+    for config in SPACE[:20]:
+        known = landscape.record(landscape.workload(), config, 500.0)
+        store.add(replace(known, measurement=outcome))
+    (summary,) = run(store, sampler="grid", trials=25).summaries
+    assert (summary.resumed, summary.trials) == (20, 5)
+
+
+@pytest.mark.parametrize("change", ["kernel", "triton", "sizes", "model", "density", *MOMENTS])
 def test_records_of_something_else_do_not_count(store: TuningDB, change: str) -> None:
     for config in SPACE[:20]:
         known = landscape.record(landscape.workload(), config, 500.0)
@@ -155,9 +179,10 @@ def test_records_of_something_else_do_not_count(store: TuningDB, change: str) ->
                 "sizes": lambda r: replace(r, workload=replace(r.workload, q_len=4000, k_len=4000)),
                 "model": lambda r: replace(r, measurement=replace(r.measurement, source="model")),
                 "density": lambda r: replace(r, density="real"),
-                "memory": lambda r: replace(
-                    r, measurement=Measurement(Status.OUT_OF_MEMORY, reason="another process held it")
-                ),
+                **{
+                    name: lambda r, outcome=outcome: replace(r, measurement=outcome)
+                    for name, outcome in MOMENTS.items()
+                },
             }[change](known)
         )
     measurer = Noted(landscape.records())
@@ -220,6 +245,7 @@ def test_c30_the_budget_holds_within_one_trial_though_compiles_hang(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
     hanging = {config.name: "hangs" for config in SPACE[::4]}
+    measurer = Replay(landscape.records())
     with CompilePool(
         landscape.TARGET,
         landscape.TOOLCHAIN,
@@ -230,7 +256,7 @@ def test_c30_the_budget_holds_within_one_trial_though_compiles_hang(
     ) as pool:
         pool.submit(pool.source(landscape.workload().spec, SPACE[1]), _facts()).result()  # the child is up
         start = time.monotonic()
-        (summary,) = run(store, compiler=pool, budget_s=4.0, sampler="grid").summaries
+        (summary,) = run(store, measurer, compiler=pool, budget_s=4.0, sampler="grid").summaries
         spent = time.monotonic() - start
     assert 3.0 < spent < 4.0 + 1.0 + 0.5, f"{spent=}"
     assert summary.outcomes["TIMEOUT"] >= 1
@@ -243,6 +269,25 @@ def _facts() -> Any:
     from flashgen.build.inputs import contiguous_facts
 
     return contiguous_facts(landscape.workload())
+
+
+def test_every_workload_gets_a_trial_though_its_share_is_short(store: TuningDB) -> None:
+    class Late(NoCompiler):
+        """The first compile takes longer than a workload's share of the budget."""
+
+        late_s = 1.5
+
+        def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+            future: Future[Compiled] = Future()
+            threading.Timer(self.late_s, future.set_result, (Compiled(None),)).start()
+            self.late_s = 0.0
+            return future
+
+    workloads = [landscape.workload(q_len) for q_len in (4096, 2048, 1024)]
+    measurer, compiler = Replay(landscape.records(*workloads)), Late(landscape.TOOLCHAIN)
+    result = run(store, measurer, *workloads, budget_s=3.6, trials=2, compiler=compiler)
+    assert [summary.trials for summary in result.summaries] == [1, 2, 2]
+    assert result.summaries[0].seconds > 1.2, "more than its share"
 
 
 def test_the_budget_is_shared_by_the_workloads(store: TuningDB) -> None:
@@ -284,15 +329,15 @@ def test_lse_and_plain_calls_share_one_tuning(store: TuningDB) -> None:
 
 def test_a_workload_that_cannot_be_measured_does_not_stop_the_others(store: TuningDB) -> None:
     class Small(Replay):
-        def prepare(self, workload: Workload) -> str:
+        def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
             if workload.q_len > 4096:
-                raise MeasuringFailed(Status.OUT_OF_MEMORY, "the workload does not fit in the GPU's memory")
+                raise MeasuringFailed(Status.OUT_OF_MEMORY, "the workload does not fit in memory")
             return super().prepare(workload)
 
     workloads = [landscape.workload(8192), landscape.workload(4096)]
     result = run(store, Small(landscape.records(*workloads)), *workloads, trials=4)
     first, second = result.summaries
-    assert (first.winner, first.problem) == (None, "the workload does not fit in the GPU's memory")
+    assert (first.winner, first.problem) == (None, "the workload does not fit in memory")
     assert second.winner is not None and not result.problem
 
 
@@ -308,6 +353,93 @@ def test_a_lost_gpu_ends_the_run_with_what_was_measured(store: TuningDB) -> None
     assert result.problem == "the GPU cannot be measured on"
     assert len(result.summaries) == 1 and result.summaries[0].winner is not None
     assert len(list(store.records())) == 5
+
+
+def worker() -> Worker:
+    """Really measures, on the CPU; every kernel crashes when it is compared with others."""
+    kernels = {config.name: "crashes_in_a_final" for config in landscape.FAMILY.all_configs()}
+    return Worker(entry="misbehave:cpu_executor", options={"kernels": kernels})
+
+
+def test_c29_a_crash_in_a_final_costs_that_final_and_no_other_workload(store: TuningDB) -> None:
+    workloads = [misbehave.workload(q_len=q_len, lse=False) for q_len in (999, 24, 16)]
+    with worker() as measurer:
+        result = run(store, measurer, *workloads, trials=2)
+    large, *others = result.summaries
+    assert (result.problem, len(others)) == ("", 2)
+    assert "does not fit in memory" in large.problem
+    for summary in others:
+        assert summary.outcomes == {"OK": 2}
+        assert summary.winner is not None and summary.winner.measurement.passes >= 5
+        assert summary.problem.startswith("comparing the finalists failed: the process died of SIGSEGV")
+        assert summary.problem.endswith("the best so far stays, tune again for a whole final")
+
+
+def test_a_gpu_that_is_lost_before_a_final_ends_the_run(store: TuningDB) -> None:
+    class Dying(Noted):
+        def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
+            if len(self.asked) == 4:
+                raise MeasuringFailed(Status.CRASH, "the GPU cannot be measured on")
+            return super().prepare(workload)
+
+    workloads = [landscape.workload(4096), landscape.workload(2048)]
+    result = run(store, Dying(landscape.records(*workloads)), *workloads, trials=4)
+    assert result.problem == "the GPU cannot be measured on"
+    assert [summary.trials for summary in result.summaries] == [4]
+
+
+@pytest.mark.parametrize("fault", ["a child that cannot start", "a full disk"])
+def test_a_compiler_that_cannot_be_used_ends_the_run_and_is_nobodys_record(
+    store: TuningDB, fault: str
+) -> None:
+    behaviours = {config.name: "disk" for config in SPACE}
+    with CompilePool(
+        landscape.TARGET,
+        landscape.TOOLCHAIN,
+        jobs=1,
+        entry="bad_compilers:compiler",
+        options={"behaviours": behaviours} if fault == "a full disk" else {},
+    ) as pool:
+        result = run(store, None, landscape.workload(4096), landscape.workload(2048), compiler=pool)
+    assert result.problem.startswith("the compiler cannot be used (")
+    assert result.summaries[0].problem == result.problem
+    assert len(result.summaries) == 1 and list(store.records()) == []
+
+
+def test_the_budget_holds_though_a_workload_takes_long_to_prepare(
+    store: TuningDB, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "GRACE_S", 0.5)
+    with worker() as measurer:
+        measurer.machine()  # the child is up
+        workloads = [misbehave.workload(q_len=q_len) for q_len in (998, 24)]
+        result = run(store, measurer, *workloads, budget_s=1.0)
+    assert 1.5 <= result.seconds < 2.5
+    assert result.problem == ""
+    assert [summary.problem for summary in result.summaries] == [
+        "the budget ended before the workload was ready"
+    ]
+
+
+def test_no_final_when_the_time_is_up_and_no_preparing_beyond_it(store: TuningDB) -> None:
+    class Slow(Noted):
+        within: list[float] = []  # noqa: RUF012
+
+        def prepare(self, workload: Workload, within_s: float = math.inf) -> str:
+            self.within.append(within_s - tuner.GRACE_S)
+            return super().prepare(workload)
+
+        def measure(self, trial: Trial) -> Measurement:
+            time.sleep(0.5)
+            return super().measure(trial)
+
+    measurer = Slow(landscape.records())
+    result = run(store, measurer, budget_s=0.8)
+    assert measurer.compared == [] and len(measurer.asked) == 2
+    assert result.summaries[0].winner is not None
+    assert result.seconds < 0.8 + 0.5
+    first, again, last = measurer.within
+    assert 0.7 < again <= first <= 0.8 and 0 <= last <= 0.3
 
 
 def test_a_full_disk_ends_the_run_with_an_explanation(store: TuningDB) -> None:

@@ -1,0 +1,63 @@
+"""The table that `flashgen tune` prints, from results that were made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import landscape
+import pytest
+
+from flashgen.cli.output import console
+from flashgen.cli.tune import _show
+from flashgen.tune.tuner import Summary, TuneResult
+
+WORKLOADS = [landscape.workload(q_len) for q_len in (4096, 2048, 1024)]
+RECORDS = landscape.records(WORKLOADS[0])
+FOUND = Summary(
+    workload=WORKLOADS[0],
+    winner=RECORDS[0],
+    default_us=2 * RECORDS[0].median_us,
+    trials=3,
+    resumed=14,
+    space=384,
+    refused=5,
+    outcomes={"OK": 2, "CRASH": 1},
+    seconds=61.0,
+)
+UNTRIED = replace(
+    FOUND, workload=WORKLOADS[1], winner=None, default_us=None, trials=0, resumed=0, outcomes={}
+)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *summaries: Summary, **ended: object) -> list[str]:
+    result = TuneResult(landscape.TARGET, summaries, 70.0, **ended)  # type: ignore[arg-type]
+    _show(console(), result, WORKLOADS, False, [])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_was_measured_has_times_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    header, _, row = printed(capsys, FOUND)[1:4]
+    for name in ("winner", "time, us", "vs default", "TFLOP/s"):
+        assert name in header
+    assert RECORDS[0].config.name in row and f" {RECORDS[0].median_us:.1f} " in row
+    assert "2.00x" in row and "3+14 of 384" in row and "5 refused, 1 crash" in row and "1m01s" in row
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "last"),
+    [
+        ({}, "not reached (budget)", "the time was up before 2 of 3 workloads: give more --budget"),
+        ({"interrupted": True}, "not reached (interrupted)", "interrupted: all that was measured is stored"),
+        ({"problem": "the GPU is lost"}, "not reached (ended early)", "ended early: the GPU is lost"),
+    ],
+)
+def test_what_was_not_tried_is_not_called_wrong(
+    ended: dict[str, object], said: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(capsys, FOUND, UNTRIED, **ended)
+    assert [said in line for line in lines[3:6]] == [False, True, True]
+    assert lines[-1].startswith(last) and "none is right" not in "".join(lines)
+
+
+def test_what_was_tried_and_wrong_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "none is right" in printed(capsys, replace(UNTRIED, trials=4, outcomes={"WRONG": 4}))[3]
