@@ -441,7 +441,8 @@ def workloads_of(what: Workloads) -> tuple[Workload, ...]:
     for each in found:
         if not isinstance(each, Workload):
             raise InvalidArgument(
-                f"{each!r} is no workload; give a suite's name, the path of a model's config.json, or workloads"
+                f"{each!r} is no workload; "
+                "give a suite's name, the path of a model's config.json, or workloads"
             )
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flashgen.errors import InvalidArgument, UnknownName
-from flashgen.spec.form import shown
+from flashgen.spec.form import brief, shown
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +86,7 @@ def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example
         bound = signature.bind(*args, **named)  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidArgument(
-            f"{shown(ast.unparse(node))}: {error}; it is called as {called.id}{_parameters(signature)}"
+            f"{shown(ast.unparse(node))}: {brief(str(error), 120)}; it is called as {called.id}{_parameters(signature)}"
         ) from None
     return build(*bound.args, **bound.kwargs)
 

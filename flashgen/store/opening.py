@@ -89,11 +89,6 @@ def open_database(url: str | Path, readonly: bool = False) -> Opened:
         return _open_server(parsed, readonly)
     if not parsed.database or parsed.database == ":memory:":
         return _in_memory("memory", "", readonly)
-    if parsed.query:
-        raise StoreError(
-            f"{parsed.render_as_string()!r} has a query, which no SQLite file has; write a plain path, "
-            f"or {_ALLOWED}"
-        )
     try:
         asked = Path(parsed.database).expanduser().absolute()
     except RuntimeError as error:
@@ -151,6 +146,8 @@ def _parse(url: str | Path) -> URL:
         raise StoreError(f"{url!r} is no database URL: {error}; write a path or {_ALLOWED}") from error
     if parsed.drivername not in DRIVERS:
         raise StoreError(f"databases of {parsed.drivername!r} are not served; write a path or {_ALLOWED}")
+    if DRIVERS[parsed.drivername] == "sqlite" and "?" in url:
+        raise StoreError(f"{url!r} has a query, which no SQLite file has; write a plain path or {_ALLOWED}")
     return parsed.set(drivername=DRIVERS[parsed.drivername])
 
 

@@ -6,7 +6,6 @@ import ctypes
 import re
 import struct
 import threading
-import timeit
 from dataclasses import replace
 from pathlib import Path
 
@@ -362,23 +361,3 @@ def test_without_a_driver_the_message_says_what_is_missing(cuda: FakeCuda) -> No
     cuda.set("fake_devices", 0)
     with pytest.raises(LaunchFailed, match=r"initialising the CUDA driver: cuInit gave CUDA_ERROR_NO_DEVICE"):
         Driver(str(cuda.lib._name))
-
-
-@pytest.mark.parametrize(
-    ("loads", "change", "most_us"),
-    [("pointer", "nothing", 20), ("tma", "nothing", 20), ("tma", "addresses", 25), ("tma", "extents", 25)],
-)
-def test_host_cost_of_a_launch(cuda: FakeCuda, loads: str, change: str, most_us: float) -> None:
-    # On an idle machine 2.3, 2.7, 4 and 3.5 us; the bounds leave room for a busy one.
-    artifact = make_artifact(CAUSAL, loads)
-    cuda.expect(())  # the stand-in need not copy parameters
-    cuda.driver._functions.pop("cuFuncGetParamInfo")
-    kernel = Kernel(artifact, on=cuda.driver)
-    changes = {"nothing": {}, "addresses": {"q": Q + 64, "k": K + 64, "v": V + 64}, "extents": {"k_len": 400}}
-    one, two = make_env(CAUSAL), make_env(CAUSAL, **changes[change])
-
-    def both() -> None:
-        kernel.launch(one, STREAM)
-        kernel.launch(two, STREAM)
-
-    assert min(timeit.repeat(both, number=500, repeat=10)) / 1000 * 1e6 < most_us

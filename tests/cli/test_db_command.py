@@ -131,6 +131,56 @@ def test_import_reports_each_file(path: Path, tmp_path: Path) -> None:
     assert done.output.startswith(f"{bad}: 0 added, 1 were there already, 1 bad\n  line 2: not a record: ")
 
 
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("sqlite://", "memory is no file"),
+        (":memory:", "memory is no file"),
+        ("/proc/x/y.db", "cannot be made"),
+        ("/dev/full", "is no regular file"),
+        ("{folder}", "is a folder"),
+        ("{folder}/dangling", "cannot be written"),
+    ],
+)
+def test_what_keeps_nothing_is_not_written_to(path: Path, tmp_path: Path, place: str, why: str) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "tuning.db")
+    place = place.format(folder=tmp_path)
+    (tmp_path / "records.jsonl").write_text(run("export", "--db", path).stdout)
+    for words in (("import", tmp_path / "records.jsonl"), ("upgrade",)):
+        done = run(*words, "--db", place)
+        assert done.exit_code == 1, done.output
+        assert "nothing would be kept: " in done.stderr
+        assert why in done.stderr
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", list(db.commands))
+def test_an_empty_database_is_no_database(path: Path, name: str) -> None:
+    done = run(name, *([path] if name == "import" else []), "--db", "")
+    assert done.exit_code == 2
+    assert "db='' names no database" in done.stderr
+
+
+def test_check_does_not_call_a_damaged_database_absent(tmp_path: Path) -> None:
+    (tmp_path / "tuning.db").write_bytes(b"not a database at all" * 100)
+    done = run("check", "--db", tmp_path / "tuning.db")
+    assert done.exit_code == 1
+    assert "no database yet" not in done.output
+    assert f"{tmp_path / 'tuning.db'}: schema unreadable" in done.output
+    assert "is damaged and was left as it is" in done.output
+    assert as_json("check", "--db", tmp_path, code=1)["exists"]
+
+
+def test_import_takes_only_times_it_can_compare(path: Path, tmp_path: Path) -> None:
+    (line, *_) = run("export", "--db", path).stdout.splitlines()
+    data = json.loads(line)
+    for time in ("yesterday", "", "2026-13-01T00:00:00Z", "2026-11-29T12:00:00+09:00", "2026-11-29"):
+        (tmp_path / "odd.jsonl").write_text(json.dumps(data | {"created_at": time}))
+        (bad,) = as_json("import", "--db", path, tmp_path / "odd.jsonl", code=1)["files"].values()
+        assert "created_at must not be" in bad["bad"][0]["problem"]
+        assert "allowed: a time in UTC by ISO 8601" in bad["bad"][0]["problem"]
+
+
 def test_import_from_the_input(path: Path, tmp_path: Path) -> None:
     lines = run("export", "--db", path).stdout
     done = CliRunner().invoke(db, ["import", "--db", str(tmp_path / "new.db"), "-"], input=lines)

@@ -23,6 +23,7 @@ from flashgen.build.reference import attention_reference
 from flashgen.measure.check import Rig, Run
 from flashgen.measure.worker import Executor, Machine, Trial
 from flashgen.spec.attention import AttentionSpec, Workload
+from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask, causal
 from flashgen.spec.target import find_target
 
@@ -175,16 +176,6 @@ def full_disk(rig: Rig) -> Run:
     return fail
 
 
-def crashes_in_a_final(rig: Rig) -> Run:
-    """Right in a trial; a fault among others."""
-    LOADED.append(rig)
-    return right(rig) if len(LOADED) == 1 else crashes(rig)
-
-
-LOADED: list[Rig] = []
-"""Kernels that are loaded; of `crashes_in_a_final` alone."""
-
-
 def out_of_memory(rig: Rig) -> Run:
     """As torch reports it."""
 
@@ -222,7 +213,6 @@ KERNELS = {
         crashes,
         killed,
         full_disk,
-        crashes_in_a_final,
         out_of_memory,
         illegal,
     )
@@ -253,6 +243,7 @@ class Cpu:
 
     def __init__(self, kernels: dict[str, str]) -> None:
         self._kernels = kernels
+        self._loaded: set[Config] = set()
         self.clock = HostClock()
         self.machine = Machine(TARGET, torch.__version__, "")
 
@@ -264,7 +255,11 @@ class Cpu:
         return Rig(make_inputs(workload, "cpu"), workload.spec)
 
     def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
-        return KERNELS[self._kernels.get(trial.config.name, "right")](rig), LOADED.clear
+        kernel = self._kernels.get(trial.config.name, "right")
+        if kernel == "crashes_later":  # right in its trial, not in a final
+            kernel = "crashes" if trial.config in self._loaded else "right"
+        self._loaded.add(trial.config)
+        return KERNELS[kernel](rig), lambda: None
 
     def synchronize(self) -> None:
         pass

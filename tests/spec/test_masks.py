@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from flashgen.errors import InvalidArgument, UnknownName
+from flashgen.spec import expr as ex
 from flashgen.spec import masks
+from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.expr import Apply, Symbol
 from flashgen.spec.masks import MASKS, Mask, causal, full, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import MAX_NAME, Operand, Rule, join
+from flashgen.spec.score_mods import parse_score_mod
 
 LENGTHS = torch.tensor([3, 4], dtype=torch.int32)
 SAMPLES = [mask for entry in MASKS.values() for mask in entry.examples()]
@@ -238,3 +241,48 @@ def test_very_deep_combinations_are_refused():
 def test_unknown_names_have_their_own_error():
     with pytest.raises(UnknownName):
         parse_mask("windows(3)")
+
+
+LONG = "x" * 3000
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: parse_mask(LONG),
+        lambda: parse_mask(f"causal & {LONG}("),
+        lambda: parse_mask(f"causal({LONG})"),
+        lambda: parse_mask(f"causal('{LONG}')"),
+        lambda: parse_mask(f"causal({LONG}=1)"),
+        lambda: parse_mask(f"sliding_window('{LONG}', 0)"),
+        lambda: key_padding(LONG),
+        lambda: parse_score_mod(f"softcap('{LONG}')"),
+        lambda: Rule.parse("mask", f"k_idx < {LONG}"),
+        lambda: Rule.parse("mask", f"k_idx + {'1 + ' * 70} 0"),
+        lambda: Rule.parse("mask", f"k_idx < 1 where {LONG}: i32"),
+        lambda: Rule.parse("mask", f"k_idx < 1 where {LONG}"),
+        lambda: Rule.parse("mask", f"k_idx < 1 where a: {LONG}, a: i32"),
+        lambda: Rule.parse("mask", f"k_idx < a where a: {LONG}"),
+        lambda: Rule.parse("mask", "k_idx < 1", name=LONG),
+        lambda: AttentionSpec(64, 64, LONG),
+    ],
+)
+def test_an_error_shows_only_the_beginning_of_what_was_given(refused):
+    with pytest.raises(InvalidArgument) as error:
+        refused()
+    assert len(str(error.value)) < 700
+
+
+def test_a_rule_is_no_larger_than_its_text_can_be_read_back():
+    def balanced(pieces):
+        half = len(pieces) // 2
+        return f"({balanced(pieces[:half])}&{balanced(pieces[half:])})" if half else f"({pieces[0]})"
+
+    text = balanced(["k_idx>q_idx"] * 1150)
+    assert len(text) < ex.MAX_TEXT  # but with the spaces of canonical text it is longer
+    with pytest.raises(InvalidArgument, match=r"a rule of \d+ characters; at most 20000"):
+        Rule.parse("mask", text)
+    names = [f"p{number}" for number in range(33)]
+    declared = ", ".join(f"{name}: i32" for name in names)
+    with pytest.raises(InvalidArgument, match="a rule declares 33 names; at most 32"):
+        Rule.parse("mask", f"{balanced([f'k_idx > {name}' for name in names])} where {declared}")

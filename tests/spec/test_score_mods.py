@@ -35,6 +35,11 @@ def test_softcap_needs_a_positive_finite_cap(cap):
         softcap(cap)
 
 
+def test_a_cap_below_float32_is_told_the_range_it_is_outside_of():
+    with pytest.raises(InvalidArgument, match=r"cap=1e-300 must be .* 1\.18e-38 to 3\.4e\+38, .*float32"):
+        softcap(1e-300)
+
+
 def test_rules_apply_in_the_order_given():
     shifted_then_doubled, doubled_then_shifted = compose([SHIFT, DOUBLE]), compose([DOUBLE, SHIFT])
     assert shifted_then_doubled.rule.text == "2 * (score + cap) where cap: f32"

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import sample_records as make
 
-from flashgen.errors import StoreError
-from flashgen.store import opening, schema, upgrade
+from flashgen.errors import InvalidArgument, StoreError
+from flashgen.settings import Settings
+from flashgen.store import faults, opening, schema, upgrade
 from flashgen.store.db import TuningDB
 from flashgen.store.notices import StoreWarning
 
@@ -83,6 +84,19 @@ def test_a_database_is_made_where_asked(tmp_path: Path, name: str, form: str) ->
         assert list(database.records()) == [make.record()]
 
 
+@pytest.mark.parametrize("name", ["tuning.db", "q?x.db", "p%41.db", "a#b.db", "sqlite:x.db"])
+def test_the_setting_and_the_option_name_one_file(tmp_path: Path, name: str) -> None:
+    asked = str(tmp_path / name)
+    assert Settings(db=asked).db_url() == Settings(db="other.db").db_url(asked) == asked
+    with TuningDB(Settings(db=asked).db_url()) as database:
+        assert database.path == tmp_path / name
+    url = "postgresql://user@host/name"
+    assert Settings(db=url).db_url() == url
+    for nothing in ("", " "):
+        with pytest.raises(InvalidArgument, match=f"db='{nothing}' names no database; give a path or a URL"):
+            Settings(db=asked).db_url(nothing)
+
+
 def test_an_empty_file_is_a_new_database(tmp_path: Path) -> None:
     (tmp_path / "tuning.db").touch()
     with TuningDB(tmp_path / "tuning.db") as database:
@@ -120,6 +134,8 @@ def test_one_database_is_open_for_reading_and_writing(path: Path) -> None:
         ("mysql://user:secret@host/name", "databases of 'mysql' are not served; write a path or sqlite:///"),
         ("sqlite+aiosqlite:///x.db", "databases of 'sqlite+aiosqlite' are not served"),
         ("postgresql://user@host:port/name", "is no database URL"),
+        ("sqlite:////tmp/q?x.db", "'sqlite:////tmp/q?x.db' has a query, which no SQLite file has"),
+        ("~nobody-of-that-name/x.db", "'~nobody-of-that-name/x.db' is no path"),
     ],
 )
 def test_an_odd_url_is_refused(url: str, reason: str) -> None:
@@ -308,7 +324,53 @@ def test_a_file_another_process_set_aside_already_is_not_touched_again(path: Pat
     assert aside.read_bytes() == b"another file" * 100
 
 
+def test_a_damaged_file_behind_a_link_is_set_aside_itself(tmp_path: Path) -> None:
+    real, link = tmp_path / "data" / "real.db", tmp_path / "link.db"
+    real.parent.mkdir()
+    real.write_bytes(b"not a database at all" * 100)
+    link.symlink_to(real)
+    with pytest.warns(StoreWarning, match="was damaged; it is kept as"), TuningDB(link) as database:
+        assert database.add(make.record())
+        assert (database.where, database.path) == (str(link), real)
+    assert link.readlink() == real
+    (aside,) = real.parent.glob("real.db.damaged-*Z")
+    assert aside.read_bytes().startswith(b"not a database")
+    with TuningDB(real, readonly=True) as database:
+        assert list(database.records()) == [make.record()]
+
+
 # Not to be written
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/null", "a link to itself"])
+def test_what_is_no_file_keeps_nothing(tmp_path: Path, device: str, readonly: bool) -> None:
+    if device == "a link to itself":
+        device = str(tmp_path / "loop.db")
+        Path(device).symlink_to(device)
+    told = rf"{device} (is no regular file; give the path of a file|cannot be reached)"
+    with pytest.warns(StoreWarning, match=told):
+        database = TuningDB(device, readonly=readonly)
+    assert (database.persistent, database.where) == (False, device)
+
+
+def test_a_reader_that_fails_before_another_reads_leaves_no_notice(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room_for_locks(_: Path) -> None:
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(opening, "_reader", no_room_for_locks)
+    with TuningDB(path, readonly=True) as database:
+        assert (database.notice, list(database.records())) == ("", [make.record()])
+
+
+def test_a_full_disk_is_named_whatever_sqlite_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    assert "it cannot be opened here" in str(faults.explained(error, "write to", str(path)))
+    full = shutil.disk_usage(path)._replace(free=8192)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    assert "the disk is full; free some space" in str(faults.explained(error, "write to", str(path)))
 
 
 def test_c34_a_folder_that_cannot_be_made_leaves_records_in_memory(tmp_path: Path) -> None:
@@ -326,7 +388,8 @@ def test_c34_a_folder_that_cannot_be_made_leaves_records_in_memory(tmp_path: Pat
 
 
 def test_c34_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
-    with pytest.warns(StoreWarning, match="records are kept in memory until this process ends"):
+    told = "is a folder; give the path of a file; records are kept in memory until this process ends"
+    with pytest.warns(StoreWarning, match=told):
         database = TuningDB(tmp_path)
     assert database.add(make.record())
 
@@ -490,6 +553,7 @@ def test_a_database_on_a_full_disk_is_still_read(public: Path) -> None:
     out, told = use(*mounted(prepare), FLASHGEN_DB="/mnt/tuning.db")
     assert out == ["True True 1 1"]
     assert len(told) == 1
+    assert "cannot be written (the disk is full)" in told[0]
 
 
 @as_root

@@ -244,7 +244,7 @@ def test_c30_the_budget_holds_within_one_trial_though_compiles_hang(
     store: TuningDB, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
-    hanging = {config.name: "hangs" for config in SPACE[::4]}
+    hanging = {config.name: "hangs" for config in SPACE[1::4]}
     measurer = Replay(landscape.records())
     with CompilePool(
         landscape.TARGET,
@@ -254,7 +254,7 @@ def test_c30_the_budget_holds_within_one_trial_though_compiles_hang(
         entry="bad_compilers:compiler",
         options={"behaviours": hanging},
     ) as pool:
-        pool.submit(pool.source(landscape.workload().spec, SPACE[1]), _facts()).result()  # the child is up
+        pool.submit(pool.source(landscape.workload().spec, SPACE[0]), _facts()).result()  # the child is up
         start = time.monotonic()
         (summary,) = run(store, measurer, compiler=pool, budget_s=4.0, sampler="grid").summaries
         spent = time.monotonic() - start
@@ -357,7 +357,7 @@ def test_a_lost_gpu_ends_the_run_with_what_was_measured(store: TuningDB) -> None
 
 def worker() -> Worker:
     """Really measures, on the CPU; every kernel crashes when it is compared with others."""
-    kernels = {config.name: "crashes_in_a_final" for config in landscape.FAMILY.all_configs()}
+    kernels = {config.name: "crashes_later" for config in landscape.FAMILY.all_configs()}
     return Worker(entry="misbehave:cpu_executor", options={"kernels": kernels})
 
 
@@ -369,7 +369,7 @@ def test_c29_a_crash_in_a_final_costs_that_final_and_no_other_workload(store: Tu
     assert (result.problem, len(others)) == ("", 2)
     assert "does not fit in memory" in large.problem
     for summary in others:
-        assert summary.outcomes == {"OK": 2}
+        assert summary.trials == 2
         assert summary.winner is not None and summary.winner.measurement.passes >= 5
         assert summary.problem.startswith("comparing the finalists failed: the process died of SIGSEGV")
         assert summary.problem.endswith("the best so far stays, tune again for a whole final")
