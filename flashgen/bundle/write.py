@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -198,11 +199,15 @@ def _put_in_place(folder: Path, out: Path) -> None:
         folder.rename(out)
         return
     aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=_TEMPORARY))
-    old = out.rename(aside / out.name)
     try:
-        folder.rename(out)
+        old = out.rename(aside / out.name)
+        try:
+            folder.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
     except OSError:
-        old.rename(out)
-        aside.rmdir()
+        with suppress(OSError):
+            aside.rmdir()  # unless the older bundle could not be put back: then it stays here
         raise
     shutil.rmtree(aside, ignore_errors=True)

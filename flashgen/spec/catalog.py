@@ -86,7 +86,8 @@ def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example
         bound = signature.bind(*args, **named)  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidArgument(
-            f"{shown(ast.unparse(node))}: {brief(str(error), 120)}; it is called as {called.id}{_parameters(signature)}"
+            f"{shown(ast.unparse(node))}: {brief(str(error), 120)}; "
+            f"it is called as {called.id}{_parameters(signature)}"
         ) from None
     return build(*bound.args, **bound.kwargs)
 

@@ -717,6 +717,25 @@ def test_c34_a_full_disk_leaves_nothing_and_keeps_the_old_bundle(
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_bundle_that_cannot_be_put_in_place_leaves_the_old_one(
+    bundle: Path, compiled: tuple[BundledKernel, ...], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    rename, asked = Path.rename, []
+
+    def fails(self: Path, target: Path) -> Path:
+        asked.append(self)
+        if len(asked) == failing:
+            raise OSError(2, "another export has moved it")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(BundleError, match="another export has moved it"):
+        write_bundle(records(), compiled, bundle, H200, VERSIONS)
+    assert verify_bundle(bundle).ok
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
 def test_what_cannot_be_exported_is_refused(compiled: tuple[BundledKernel, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
 
