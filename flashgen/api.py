@@ -236,7 +236,7 @@ def _versions_here() -> Versions:
         found["triton"] = _versions().triton
     with suppress(LaunchFailed):
         found["driver"] = driver_version()
-    return Versions(VERSION, torch=torch.__version__, **found)
+    return Versions(VERSION, torch=str(torch.__version__), **found)
 
 
 _databases: dict[str, TuningDB] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ def batch(side: str, length: int = 14) -> tuple[Tensor, Tensor]:
         elif side == "right":
             mask[row, -padding:] = 0
     return ids * mask, mask
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """A KV cache under the name that this version of transformers gives it; a wrong name is ignored there."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
 
 
 def logits(model: Any, attention: str, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

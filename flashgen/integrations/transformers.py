@@ -258,19 +258,19 @@ def _capturing(tensor: Tensor) -> bool:
 
 def _recognised(mask_function: Callable[..., Any]) -> tuple[str, int, int] | None:
     """(kind, left, right) of the mask functions that transformers itself makes; None for any other."""
-    from transformers import masking_utils as hf
+    # Names, not the module: torch's tracer cannot follow an import by way of the package, a lazy module.
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if mask_function is hf.causal_mask_function:
+    if mask_function is causal_mask_function:
         return "causal", 0, 0
-    two_sided_base = getattr(hf, "bidirectional_mask_function", None)
-    if mask_function is two_sided_base:
+    if mask_function is bidirectional_mask_function:
         return "full", 0, 0
     parts = _closure(mask_function, "and_masks.<locals>.and_mask", "mask_functions")
     if parts is None or len(parts) != 2 or any(not callable(part) for part in parts):
         return None
     for overlay, base, two_sided in (
-        ("sliding_window_overlay", hf.causal_mask_function, False),
-        ("sliding_window_bidirectional_overlay", two_sided_base, True),
+        ("sliding_window_overlay", causal_mask_function, False),
+        ("sliding_window_bidirectional_overlay", bidirectional_mask_function, True),
     ):
         window = _closure(parts[0], f"{overlay}.<locals>.inner_mask", "sliding_window")
         # The causal window counts the query itself, the two-sided one does not.

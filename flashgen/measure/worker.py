@@ -340,7 +340,7 @@ class CudaDevice:
         torch.cuda.set_device(index)
         target = live_target(index)
         self.clock: Clock = CudaClock(index, target.l2_mib)
-        self.machine = Machine(target, torch.__version__, driver_version())
+        self.machine = Machine(target, str(torch.__version__), driver_version())
 
     def rig(self, workload: Workload) -> Rig:
         """See `Device`."""

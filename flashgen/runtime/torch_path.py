@@ -7,10 +7,12 @@ without a visible key (output 0, LSE -inf, zero gradients) holds here too.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flashgen.build.precision import without_autocast
@@ -138,10 +140,25 @@ def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         else:
             group = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale, enable_gqa=enable_gqa
-    )
+    with _capturable(q):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale, enable_gqa=enable_gqa
+        )
     return out if seen is None else out.masked_fill(~seen, 0.0)
+
+
+def _capturable(q: Tensor) -> AbstractContextManager[object]:
+    """Without cuDNN while a CUDA graph is captured: it allocates on the first call of a shape, which ends the
+    capture."""
+    if not q.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return nullcontext()
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    kept: AbstractContextManager[object] = sdpa_kernel([each for each, is_on in enabled.items() if is_on])
+    return kept
 
 
 def visible(call: Call, rows: slice) -> Tensor:

@@ -23,6 +23,7 @@ from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.spec.target import Target
 
+CREATED = "2026-11-29T12:00:00+00:00"
 ROOT = Path(__file__).parents[2]
 SCRIPT = '''
 """Loads the bundle and compares calls of every kind with the reference."""
@@ -77,7 +78,9 @@ def made(target: Target, cache: Path, out: Path) -> Path:
         measurement = Measurement(Status.OK, 10.0, 10.0, 10.0, 5)
         workload = Workload(spec, 2, 8, 2, 512, 512)
         hash_ = render(spec, config, toolchain()).hash
-        records.append(Record(target, workload, config, measurement, hash_, versions, admission))
+        records.append(
+            Record(target, workload, config, measurement, hash_, versions, admission, created_at=CREATED)
+        )
         for variant, facts in wanted(spec, admission):
             source = render(variant, config, toolchain())
             artifact = compile_kernel(source, facts, target, cache)

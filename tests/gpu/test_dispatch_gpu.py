@@ -234,9 +234,15 @@ def test_c18_the_soft_cap_is_not_ignored() -> None:
 
 def test_c20_growing_lengths_compile_once(fresh: Dispatcher) -> None:
     q, k, v = draw(1, q_len=1, k_len=4096)
-    for k_len in range(1, 4097, 5):
-        flashgen.attention(q, k[:, :, :k_len], v[:, :, :k_len], mask="causal")
-    assert fresh.resolves <= 16 and len(fresh._kernels) == 1
+
+    def calls(first: int) -> tuple[int, int]:
+        for k_len in range(first, 4097, 5):
+            flashgen.attention(q, k[:, :, :k_len], v[:, :, :k_len], mask="causal")
+        return fresh.resolves, len(fresh._kernels)
+
+    resolves, kernels = calls(1)
+    assert resolves <= 16 and kernels <= 3, "records of near lengths have few configs between them"
+    assert calls(3) == (resolves, kernels), "lengths between those seen before load nothing"
 
 
 def capture(call: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -93,7 +93,8 @@ def test_a_right_kernel_is_measured_with_its_error_and_facts(
             assert found.status is Status.OK, found.reason
             assert found.max_error is not None and 0 < found.max_error < most
             assert found.registers and found.shared_bytes and found.passes >= 5
-            assert found.reason == "cold L2, graph"
+            how = "graph" if dtype != "fp32" else "events"  # this one takes more than 100 us
+            assert found.reason == f"cold L2, {how}"
 
 
 @pytest.mark.parametrize("mask", [full(), causal(), key_padding()], ids=str)

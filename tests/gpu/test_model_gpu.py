@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODELS, batch, generated, logits, make_model
+from tiny_models import MODELS, batch, cache_argument, generated, logits, make_model
 
 import flashgen
 
@@ -99,8 +99,8 @@ def test_a_prompt_in_pieces_on_a_static_cache(side: str = "left") -> None:
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
                 position_ids=positions[:, start:stop],
-                cache=cache,
                 use_cache=True,
+                **cache_argument(model, cache),
             )
             pieces.append(found.logits)
     real = mask.bool()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODELS, SIZES, WINDOW, batch, generated, logits, make_model
+from tiny_models import MODELS, SIZES, WINDOW, batch, cache_argument, generated, logits, make_model
 
 import flashgen
 from flashgen.errors import InvalidArgument
@@ -87,8 +87,8 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(name: str, static: boo
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
                 position_ids=positions[:, start:stop],
-                cache=cache,
                 use_cache=True,
+                **cache_argument(model, cache),
             )
             pieces.append(found.logits)
     real = mask.bool()
