@@ -10,8 +10,9 @@
    microseconds of their own: the time is that of (flush, kernel) x n less that of (flush) x n.
 5. The median counts, and minimum and maximum are kept: clocks move, other processes interfere.
 6. A time that the hardware cannot reach is refused: it means the kernel did not do the work.
-7. Two kernels are compared in one process, alternating, over several passes (`compare`): a card that is
-   power limited drifts by several per cent within a minute.
+7. Kernels are compared in one process, alternating, over several passes, on a card that is warm already
+   (`compare`): a power-limited card takes back its boost within 0.1 s of load (10 % of an H200's speed), by
+   an amount that differs from kernel to kernel, and drifts by several per cent within a minute.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ SLOW_FACTOR = 1.5
 SAMPLE_US = 20_000.0
 """Device time a candidate's samples should take together."""
 MIN_SAMPLES, MAX_SAMPLES = 5, 40
+HEAT_US = 300_000.0
+"""Device time of load before kernels are compared."""
+MOST_HEAT = 2_000
+"""Launches of one kernel that heat at most: short ones are bound by their launch."""
 SETTLED = 0.10
 """Samples whose inner half spreads by less than this share of the median need no second set."""
 
@@ -130,6 +135,8 @@ def compare(
     for name in names:
         clock.warm(launches[name], WARMUP)
         quick[name] = min(clock.each(launches[name], QUICK))
+    for name in names:
+        clock.warm(launches[name], _samples_for(quick[name], HEAT_US / len(names), 1, MOST_HEAT))
     method, sample = _method(min(quick.values()), clock)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(passes):

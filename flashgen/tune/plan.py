@@ -57,7 +57,7 @@ class Plan:
     """A row of `search.SAMPLERS`; `grid` without a limit measures the whole feasible space."""
     finalists: int = 4
     """The best so many of all families are measured again, interleaved."""
-    passes: int = 5
+    passes: int = 9
     """Interleaved passes over the finalists."""
     seed: int = 0
     """Of every random choice: 0 to `MAX_SEED`."""

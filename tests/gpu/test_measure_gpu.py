@@ -121,7 +121,7 @@ def test_times_of_a_copy_and_of_a_product_are_what_the_card_can_do() -> None:
     copy = time_kernel(lambda: copied.copy_(source), clock)
     bandwidth = 2 * (1 << 28) / copy.median_us * 1e6
     assert 0.5 * roofline.bytes_per_s(live_target()) < bandwidth < 1.02 * roofline.bytes_per_s(live_target())
-    assert copy.spread < 0.5
+    assert copy.median_us < 1.5 * copy.min_us
     refused = time_kernel(lambda: copied.copy_(source), clock, floor_us=2 * copy.median_us)
     assert refused.status is Status.WRONG
 
@@ -184,7 +184,7 @@ def test_tuning_beats_or_ties_the_default(pool: CompilePool, tmp_path: Path) -> 
         ).summaries
         assert machine.target == live_target()
     assert not summary.problem
-    assert summary.winner is not None and summary.winner.measurement.passes == 5
+    assert summary.winner is not None and summary.winner.measurement.passes == Plan().passes
     assert summary.gain is not None and summary.gain > 0.99
     assert summary.tflops is not None and 20 < summary.tflops < 1000
     print(f"\n{summary.trials} trials in {summary.seconds:.1f} s: {summary.outcomes}")

@@ -1,0 +1,47 @@
+"""Small calls of every kind, compared with the reference: what the memory checkers watch.
+
+usage: sample_calls.py            (a process of its own, under compute-sanitizer or a plain allocator)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import flashgen
+from flashgen import masks, score_mods
+from flashgen.build.reference import attention_reference
+
+CALLS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (64, 100, 133, {"mask": masks.causal()}),
+    (72, 65, 190, {"mask": masks.sliding_window(31, 0), "return_lse": True}),
+    (128, 1, 77, {"score_mod": score_mods.softcap(5.0)}),
+)
+"""head_dim, q_len, k_len and what is asked; no length is a multiple of a tile."""
+
+
+def draw(*size: int) -> torch.Tensor:
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for head_dim, q_len, k_len, options in CALLS:
+        for aligned in (True, False):
+            q, k, v = draw(2, 4, q_len, head_dim), draw(2, 2, k_len, head_dim), draw(2, 2, k_len, head_dim)
+            if not aligned:  # descriptors want 16 bytes
+                q = draw(q.numel() + 1)[1:].view(q.shape)
+            found = flashgen.attention(q, k, v, **options)
+            out, lse = found if options.get("return_lse") else (found, None)
+            rules = {name: rule for name, rule in options.items() if name != "return_lse"}
+            exact, exact_lse = attention_reference(q, k, v, **rules)
+            torch.testing.assert_close(out.float(), exact, atol=3e-2, rtol=3e-2)
+            if lse is not None:
+                torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-3)
+    torch.cuda.synchronize()
+    print("right")
+
+
+if __name__ == "__main__":
+    main()
