@@ -36,8 +36,17 @@ if TYPE_CHECKING:
 @click.option("--misses", is_flag=True, help="Tune what running models missed (FLASHGEN_ON_MISS=record).")
 @gpu_options
 @click.option("--budget", metavar="TIME", help="For the whole run: 90s, 10m, 1h30m.")
-@click.option("--trials", type=int, help="At most so many for each workload.  [default: 64 without a budget]")
-@click.option("--sampler", default="tpe", show_default=True, help="tpe, random, or grid: the whole space.")
+@click.option(
+    "--trials",
+    type=int,
+    help="At most so many for each workload.  [default without a budget: a tenth of the space]",
+)
+@click.option(
+    "--sampler",
+    default="guided",
+    show_default=True,
+    help="guided, tpe, gp (with scipy), random, or grid: the whole space.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one per core]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of every random choice.")
 @db_option

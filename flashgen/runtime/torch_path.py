@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -152,10 +153,11 @@ def _capturable(q: Tensor) -> AbstractContextManager[object]:
     capture."""
     if not q.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         return nullcontext()
+    settings: Any = torch.backends.cuda
     enabled = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: settings.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: settings.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: settings.math_sdp_enabled(),
     }
     kept: AbstractContextManager[object] = sdpa_kernel([each for each, is_on in enabled.items() if is_on])
     return kept

@@ -1,22 +1,24 @@
-"""A model of a kernel's time, for tuning without a GPU.
+"""A model of a kernel's time: it orders the first candidates of a search, and ranks without a GPU.
 
-It knows what the compiler reported (registers, spills, shared memory), the target's data sheet and the shape
-of the loop, and adds up tensor-core, exp2 and memory time per tile, times waves of blocks over the
-multiprocessors. It knows nothing of instruction scheduling, bank conflicts or power limits, so it ranks
-configs and is no prediction: its records say `source=model`, and any measured record beats them. Its few
-coefficients come from 160 kernels of head_dim 128 measured on one H200.
+It knows what the compiler reported (registers, spills, shared memory), or what it is expected to report, the
+target's data sheet and the shape of the loop, and adds up tensor-core, exp2 and memory time per tile, times
+waves of blocks over the multiprocessors. It knows nothing of instruction scheduling, bank conflicts or power
+limits, so it ranks configs and is no prediction: its records say `source=model`, and any measured record
+beats them. Its few coefficients come from 160 kernels of head_dim 128 measured on one H200.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashgen.build.artifact import Artifact
 from flashgen.build.inputs import density
+from flashgen.codegen.families import find_family
 from flashgen.measure import roofline
 from flashgen.measure.worker import Trial
-from flashgen.spec.attention import Workload
+from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Status
 from flashgen.spec.target import KIB, Target
@@ -36,17 +38,59 @@ OPS_PER_SCORE = 6.0
 """Float32 instructions for each score besides exp2: scale, maximum, subtract, sum, convert."""
 
 
-def occupancy(artifact: Artifact, target: Target) -> int:
+MOST_REGISTERS = 255
+"""Of a thread, as the machine code can name them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a block of a kernel takes of a multiprocessor."""
+
+    num_warps: int
+    registers: int
+    """Of each thread."""
+    spill_bytes: int
+    """Of each thread."""
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Footprint:
+        """As the compiler reported it."""
+        return cls(artifact.abi.num_warps, artifact.registers, artifact.spill_bytes, artifact.shared_bytes)
+
+    @classmethod
+    def expected(cls, config: Config, spec: AttentionSpec, target: Target) -> Footprint:
+        """Before it is compiled: the registers that accumulator, scores and probabilities take, by a fit to
+        1,504 compiled kernels (off by 24), and the shared memory that the family says it needs at most."""
+        warps, block_m = config.number("num_warps"), config.number("block_m")
+        accumulators = block_m * spec.head_dim_v / (32 * warps)
+        scores = block_m * config.number("block_n") / (32 * warps)
+        wanted = 12 + 1.33 * accumulators + 1.78 * scores
+        shared = find_family(config.family).shared_bytes(config, spec, target).most
+        return cls(
+            num_warps=warps,
+            registers=int(min(wanted, MOST_REGISTERS)),
+            spill_bytes=int(4 * max(wanted - MOST_REGISTERS - 15, 0)),
+            shared_bytes=min(shared, target.shared_per_block),
+        )
+
+
+def occupancy(footprint: Footprint, target: Target) -> int:
     """Blocks of this kernel that a multiprocessor holds at once; 0 if not even one."""
-    warps = artifact.abi.num_warps
-    by_shared = (target.shared_per_block + RESERVED_SHARED) // (artifact.shared_bytes + RESERVED_SHARED)
-    by_registers = REGISTERS // max(32 * warps * -(-artifact.registers // 8) * 8, 1)
+    warps = footprint.num_warps
+    by_shared = (target.shared_per_block + RESERVED_SHARED) // (footprint.shared_bytes + RESERVED_SHARED)
+    by_registers = REGISTERS // max(32 * warps * -(-footprint.registers // 8) * 8, 1)
     return min(by_shared, by_registers, roofline.unit(target).warps // warps, 32)
 
 
-def estimate_us(workload: Workload, config: Config, artifact: Artifact, target: Target) -> float:
+def expected_us(workload: Workload, config: Config, target: Target) -> float:
+    """`estimate_us` of a config that is not compiled yet."""
+    return estimate_us(workload, config, Footprint.expected(config, workload.spec, target), target)
+
+
+def estimate_us(workload: Workload, config: Config, footprint: Footprint, target: Target) -> float:
     """Microseconds the kernel may take; infinite if not one block fits on a multiprocessor."""
-    blocks_per_sm = occupancy(artifact, target)
+    blocks_per_sm = occupancy(footprint, target)
     if not blocks_per_sm:
         return math.inf
     spec, unit = workload.spec, roofline.unit(target)
@@ -63,7 +107,7 @@ def estimate_us(workload: Workload, config: Config, artifact: Artifact, target: 
     per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
     scores = block_m * block_n
     products = 2.0 * scores * (spec.head_dim + spec.head_dim_v) / per_clock
-    products /= 0.8 * _tensor_core_share(block_m, artifact.abi.num_warps, target)
+    products /= 0.8 * _tensor_core_share(block_m, footprint.num_warps, target)
     # Each tile also rescales the accumulator: a small block_n pays for that more often.
     softmax = scores / unit.exp2 + (OPS_PER_SCORE * scores + block_m * spec.head_dim_v) / 128
     loads = block_n * (spec.head_dim + spec.head_dim_v) * spec.itemsize
@@ -73,7 +117,7 @@ def estimate_us(workload: Workload, config: Config, artifact: Artifact, target: 
     both = max(products, softmax, traffic)
     alone = products + softmax + LATENCY / config.number("num_stages")
     tile_clocks = blocks_per_sm * both + (1 - overlap) * max(alone - both, 0.0)
-    tile_clocks *= 1 + artifact.spill_bytes / SPILLS_THAT_DOUBLE
+    tile_clocks *= 1 + footprint.spill_bytes / SPILLS_THAT_DOUBLE
     if target.has_tma and config["loads"] == "pointer":
         tile_clocks *= POINTER_LOADS
 
@@ -109,7 +153,7 @@ class ModelMeasurer:
         """The estimate, or `TOO_LARGE` when the compiled kernel cannot run on the target."""
         artifact = trial.artifact
         assert artifact is not None, "the model needs what the compiler reported"
-        time_us = estimate_us(trial.workload, trial.config, artifact, self._target)
+        time_us = estimate_us(trial.workload, trial.config, Footprint.of(artifact), self._target)
         fits = math.isfinite(time_us)
         return Measurement(
             Status.OK if fits else Status.TOO_LARGE,

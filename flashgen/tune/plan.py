@@ -13,8 +13,10 @@ from flashgen.tune.search import SAMPLERS, check_sampler
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
 
-DEFAULT_TRIALS = 64
-"""Trials of a study (one workload, one family) when neither trials nor a budget is given."""
+DEFAULT_SHARE = 0.1
+FEWEST_TRIALS = 24
+"""Trials of a study (one workload, one family) when neither trials nor a budget is given: this share of the
+feasible space, and at least so many."""
 
 MAX_SEED = 2**32 - 1
 """Of numpy, which the samplers draw from."""
@@ -50,10 +52,10 @@ class Plan:
     """Limits and strategy of one tuning run."""
 
     trials: int | None = None
-    """At most so many trials a study; None: `DEFAULT_TRIALS`, or no limit if there is a budget or a grid."""
+    """At most so many trials a study; None: a tenth of the space, or all of it with a budget or a grid."""
     budget_s: float | None = None
     """For the whole run, shared by the workloads that are left; held within one trial."""
-    sampler: str = "tpe"
+    sampler: str = "guided"
     """A row of `search.SAMPLERS`; `grid` without a limit measures the whole feasible space."""
     finalists: int = 4
     """The best so many of all families are measured again, interleaved."""
@@ -73,10 +75,10 @@ class Plan:
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidArgument(f"seed={self.seed} must be from 0 to {MAX_SEED}")
 
-    @property
-    def trial_limit(self) -> float:
-        """Trials of one study, infinite without a limit."""
+    def trial_limit(self, space: int) -> int:
+        """Trials of one study of so many feasible configs."""
         if self.trials is not None:
-            return self.trials
-        unlimited = self.budget_s is not None or SAMPLERS[self.sampler].exhaustive
-        return float("inf") if unlimited else DEFAULT_TRIALS
+            return min(self.trials, space)
+        if self.budget_s is not None or SAMPLERS[self.sampler].exhaustive:
+            return space
+        return min(max(int(DEFAULT_SHARE * space), FEWEST_TRIALS), space)

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashgen.errors import UnknownName
+from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.config import Config, Value
 
 PENALTY_FACTOR = 2.0
 """A config that failed or cannot exist counts as this many times the slowest one measured so far."""
 UNKNOWN_WORST_US = 1e6
+PAYS = 0.003
+"""Where the best config left promises less than this share of the best time, more trials do not pay."""
+FEWEST = 12
+"""Trials of a study before that is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What is known of a space before anything was measured; both may be empty."""
+
+    expected_us: Mapping[Config, float] = field(default_factory=dict)
+    """What the cost model expects of each config; infinite where it sees no chance."""
+    nearby: Mapping[Config, float] = field(default_factory=dict)
+    """log(measured / expected) at the nearest workload of the same spec."""
 
 
 class Strategy(Protocol):
     """Proposes configs of a finite space. It may propose any; `Search` keeps the books."""
 
-    def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config:
+    def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config | None:
         """The next config, one of `unseen`, which is not empty and in the order of the space.
 
-        `penalty_us` is what a config counts as that cannot exist.
+        `penalty_us` is what a config counts as that cannot exist. None: no more trial is expected to pay, as
+        far as what was told goes.
         """
 
     def adopt(self, config: Config) -> None:
         """`config` will be tried next though it was not proposed."""
 
-    def tell(self, config: Config, time_us: float) -> None:
-        """The time, or penalty, of a config that was proposed, adopted, or is known from an earlier run."""
+    def tell(self, config: Config, time_us: float | None, penalty_us: float) -> None:
+        """The time of a config that was proposed, adopted, or is known from an earlier run; None: it failed,
+        which may count as `penalty_us`."""
 
 
 class Search:
@@ -40,14 +57,20 @@ class Search:
         sampler: a row of `SAMPLERS`.
         seeds: configs to try first; those outside the space are dropped.
         seed: of every random choice; two searches told the same outcomes ask for the same configs.
+        knowledge: for samplers that use it.
     """
 
     def __init__(
-        self, space: Sequence[Config], sampler: str = "tpe", seeds: Sequence[Config] = (), seed: int = 0
+        self,
+        space: Sequence[Config],
+        sampler: str = "guided",
+        seeds: Sequence[Config] = (),
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
     ) -> None:
         check_sampler(sampler)
         self._unseen = dict.fromkeys(space)
-        self._strategy = SAMPLERS[sampler].make(tuple(self._unseen), seed)
+        self._strategy = SAMPLERS[sampler].make(tuple(self._unseen), seed, knowledge or Knowledge())
         self._seeds = [config for config in dict.fromkeys(seeds) if config in self._unseen]
         self._worst_us = 0.0
 
@@ -57,7 +80,8 @@ class Search:
         return len(self._unseen)
 
     def ask(self) -> Config | None:
-        """A config that was neither asked nor learnt before; None when there is none left."""
+        """A config that was neither asked nor learnt before; None when none is left, or none that would pay:
+        then asking again after the next `tell` may give one."""
         if not self._unseen:
             return None
         config = next((seed for seed in self._seeds if seed in self._unseen), None)
@@ -65,6 +89,8 @@ class Search:
             self._strategy.adopt(config)
         else:
             config = self._strategy.propose(self._unseen, self._penalty_us)
+            if config is None:
+                return None
         del self._unseen[config]
         return config
 
@@ -72,7 +98,7 @@ class Search:
         """The time of a config that was asked; None for a failure, which counts as a penalty."""
         if time_us is not None:
             self._worst_us = max(self._worst_us, time_us)
-        self._strategy.tell(config, self._penalty_us if time_us is None else time_us)
+        self._strategy.tell(config, time_us, self._penalty_us)
 
     @property
     def _penalty_us(self) -> float:
@@ -102,8 +128,43 @@ class _InOrder:
     def adopt(self, config: Config) -> None:
         pass
 
-    def tell(self, config: Config, time_us: float) -> None:
+    def tell(self, config: Config, time_us: float | None, penalty_us: float) -> None:
         pass
+
+
+class _Guided:
+    """Where the surrogate expects the most, until that is too little.
+
+    It starts from the cost model's ranking, corrects it by what is measured, and asks for the config with the
+    largest expected improvement. What failed is not asked again and teaches nothing. On the recorded spaces
+    (`flashgen simulate`) it finds the best within 1 % in 2 to 26 trials of 368, where TPE takes 90.
+    """
+
+    def __init__(self, space: Sequence[Config], seed: int, knowledge: Knowledge) -> None:
+        from flashgen.tune.surrogate import Surrogate
+
+        expected = [knowledge.expected_us.get(config, 1.0) for config in space]
+        self._surrogate = Surrogate(space, expected, knowledge.nearby)
+        chance = random.Random(seed)
+        self._ties = {config: chance.random() for config in space}
+        self._space, self._pending, self._told = space, dict[Config, None](), 0
+
+    def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config | None:
+        gains = dict(zip(self._space, self._surrogate.improvement(list(self._pending)), strict=True))
+        config = max(unseen, key=lambda each: (round(float(gains[each]), 6), self._ties[each]))
+        if gains[config] < PAYS and self._told + len(self._pending) >= FEWEST:
+            return None
+        self.adopt(config)
+        return config
+
+    def adopt(self, config: Config) -> None:
+        self._pending[config] = None
+
+    def tell(self, config: Config, time_us: float | None, penalty_us: float) -> None:
+        self._pending.pop(config, None)
+        self._told += 1
+        if time_us is not None:
+            self._surrogate.tell(config, time_us)
 
 
 class _Optuna:
@@ -153,13 +214,14 @@ class _Optuna:
         self._study.enqueue_trial(dict(config.values))
         self._asked[config] = self._study.ask(self._distributions)
 
-    def tell(self, config: Config, time_us: float) -> None:
+    def tell(self, config: Config, time_us: float | None, penalty_us: float) -> None:
+        value = penalty_us if time_us is None else time_us
         trial = self._asked.pop(config, None)
         if trial is not None:
-            self._study.tell(trial, time_us)
+            self._study.tell(trial, value)
         else:
             known = self._optuna.trial.create_trial(
-                params=dict(config.values), distributions=self._distributions, value=time_us
+                params=dict(config.values), distributions=self._distributions, value=value
             )
             self._study.add_trial(known)
 
@@ -188,25 +250,59 @@ def _tpe(seed: int) -> Any:
         )
 
 
+def _gp(seed: int) -> Any:
+    import warnings
+
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.GPSampler(n_startup_trials=10, seed=seed)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """A search strategy by name."""
 
-    make: Callable[[Sequence[Config], int], Strategy]
-    """Made for a space and a random seed."""
+    make: Callable[[Sequence[Config], int, Knowledge], Strategy]
+    """Made for a space, a random seed, and what is known before."""
     help: str
     exhaustive: bool = False
     """Whether it means the whole space when no limit is given."""
+    informed: bool = False
+    """Whether it uses `Knowledge`."""
+    needs: str = ""
+    """A package that it needs beside the project's own."""
 
 
 SAMPLERS = {
-    "tpe": Sampler(lambda space, seed: _Optuna(space, _tpe, seed), "tree-structured Parzen estimator"),
-    "random": Sampler(lambda space, seed: _InOrder(space, random.Random(seed)), "uniform"),
-    "grid": Sampler(lambda space, seed: _InOrder(space), "the whole space in order", exhaustive=True),
+    "guided": Sampler(
+        _Guided, "by the cost model, corrected as it goes; stops when more would not pay", informed=True
+    ),
+    "tpe": Sampler(lambda space, seed, _: _Optuna(space, _tpe, seed), "Optuna's Parzen estimator"),
+    "gp": Sampler(
+        lambda space, seed, _: _Optuna(space, _gp, seed), "Optuna's Gaussian process", needs="scipy"
+    ),
+    "random": Sampler(lambda space, seed, _: _InOrder(space, random.Random(seed)), "uniform"),
+    "grid": Sampler(lambda space, seed, _: _InOrder(space), "the whole space in order", exhaustive=True),
 }
 
 
+def runs_here(name: str) -> bool:
+    """Whether what a sampler needs is installed."""
+    needs = SAMPLERS[name].needs
+    return not needs or importlib.util.find_spec(needs) is not None
+
+
 def check_sampler(name: str) -> None:
-    """`UnknownName` unless the name is a row of `SAMPLERS`."""
+    """Raises unless a sampler can be used.
+
+    Raises:
+        UnknownName: it is no row of `SAMPLERS`.
+        InvalidArgument: what it needs is not installed.
+    """
     if name not in SAMPLERS:
         raise UnknownName("sampler", name, SAMPLERS)
+    if not runs_here(name):
+        needs = SAMPLERS[name].needs
+        raise InvalidArgument(f"sampler {name} needs {needs}, which is not installed: pip install {needs}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -26,8 +26,9 @@ from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
 from flashgen.spec.target import Target
+from flashgen.tune.model import expected_us
 from flashgen.tune.plan import Plan
-from flashgen.tune.search import Search
+from flashgen.tune.search import SAMPLERS, Knowledge, Search
 
 MAX_SEEDS = 6
 """Configs of earlier winners that a study tries first, besides the family's default."""
@@ -304,7 +305,7 @@ class _Run:
         now = time.monotonic()
         until = now + (job.deadline - now) / families_left
         known = len(space) - search.left
-        limit = int(min(self._plan.trial_limit, len(space)))
+        limit = self._plan.trial_limit(len(space))
         self._report(job, family, known, limit, None)
         flying: deque[_Flight] = deque()
         while True:
@@ -344,8 +345,19 @@ class _Run:
         job.refused += len(family.all_configs()) - len(space)
         default = family.default(spec, self._target, job.facts)
         job.defaults.append(default)
-        search = Search(space, self._plan.sampler, self._seeds(job, family, default), self._plan.seed)
-        for record in self._known(job, family, frozenset(space)):
+        stored = tuple(
+            self._store.records(
+                self._target, job.workload.spec.key, family.name, source=self._measurer.source
+            )
+        )
+        search = Search(
+            space,
+            self._plan.sampler,
+            self._seeds(job, family, default),
+            self._plan.seed,
+            self._knowledge(job, space, stored),
+        )
+        for record in self._known(job, stored, frozenset(space)):
             job.resumed += record.config not in job.found
             job.found[record.config] = record
         for config, record in job.found.items():
@@ -362,11 +374,32 @@ class _Run:
         winners = [*near, *reversed(self._winners), *far]
         return [default, *[config for config in winners if config.family == family.name][:MAX_SEEDS]]
 
-    def _known(self, job: _Job, family: Family, space: frozenset[Config]) -> Iterator[Record]:
-        """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler."""
-        stored = self._store.records(
-            self._target, job.workload.spec.key, family.name, source=self._measurer.source
+    def _knowledge(self, job: _Job, space: Sequence[Config], stored: Sequence[Record]) -> Knowledge:
+        """What the cost model expects, and how wrong it was at the nearest workload that was measured."""
+        if not SAMPLERS[self._plan.sampler].informed:
+            return Knowledge()
+        expected = {config: expected_us(job.workload, config, self._target) for config in space}
+        times: dict[Workload, dict[Config, float]] = {}
+        for record in stored:
+            learnt = _learnt_us(record.measurement)
+            if record.workload != job.workload and record.config in expected and learnt is not None:
+                times.setdefault(record.workload, {})[record.config] = learnt
+        bucket = job.workload.bucket()
+        near = min(
+            times, key=lambda other: (bucket.distance(other.bucket()), -len(times[other])), default=None
         )
+        if near is None:
+            return Knowledge(expected)
+        there = {config: expected_us(near, config, self._target) for config in times[near]}
+        errors = {
+            config: math.log(time / there[config])
+            for config, time in times[near].items()
+            if math.isfinite(there[config])
+        }
+        return Knowledge(expected, errors)
+
+    def _known(self, job: _Job, stored: Iterable[Record], space: frozenset[Config]) -> Iterator[Record]:
+        """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler."""
         for record in stored:
             if (
                 record.workload == job.workload

@@ -20,7 +20,7 @@ from flashgen.spec.masks import Mask, causal, full
 from flashgen.spec.record import Status
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
-from flashgen.tune.model import ModelMeasurer, estimate_us, occupancy
+from flashgen.tune.model import Footprint, ModelMeasurer, estimate_us, occupancy
 from flashgen.tune.plan import Plan
 from flashgen.tune.suites import suite_workloads
 from flashgen.tune.tuner import tune
@@ -74,6 +74,10 @@ def artifact(of: Workload, name: str, registers: int, spilled: int, shared: int)
     )
 
 
+def footprint(of: Workload, name: str, registers: int, spilled: int, shared: int) -> Footprint:
+    return Footprint.of(artifact(of, name, registers, spilled, shared))
+
+
 @pytest.mark.parametrize(
     ("mask", "seq", "measured"),
     [(full(), 16384, FULL_16K), (causal(), 512, CAUSAL_512)],
@@ -86,7 +90,7 @@ def test_it_ranks_measured_kernels_mostly_right(
     pairs = []
     for name, time_us, *facts in measured:
         config = landscape.FAMILY.find(name)
-        pairs.append((time_us, estimate_us(of, config, artifact(of, name, *facts), H200)))
+        pairs.append((time_us, estimate_us(of, config, footprint(of, name, *facts), H200)))
     right = [a[1] < b[1] for a, b in itertools.combinations(sorted(pairs), 2)]
     assert sum(right) / len(right) > 0.75
     chosen = min(pairs, key=lambda pair: pair[1])[0]
@@ -97,7 +101,7 @@ def test_occupancy_is_the_tightest_of_four_limits() -> None:
     of = sized(full(), 4096)
 
     def held(name: str, registers: int, shared: int) -> int:
-        return occupancy(artifact(of, name, registers, 0, shared), H200)
+        return occupancy(footprint(of, name, registers, 0, shared), H200)
 
     assert held("m64n64w4s1_tma_heads", 64, 100_000) == 2  # shared memory: 228 KB a multiprocessor
     assert held("m64n64w4s1_tma_heads", 168, 10_000) == 3  # registers: 64 K
@@ -111,12 +115,12 @@ def test_an_estimate_is_never_below_the_roofline() -> None:
         of = sized(mask, seq)
         for name, _, *facts in FULL_16K:
             config = landscape.FAMILY.find(name)
-            assert estimate_us(of, config, artifact(of, name, *facts), H200) > roofline.floor_us(of, H200)
+            assert estimate_us(of, config, footprint(of, name, *facts), H200) > roofline.floor_us(of, H200)
 
 
 def test_spills_and_a_smaller_gpu_cost_time() -> None:
     of, config = sized(full(), 4096), landscape.FAMILY.find("m64n64w4s1_tma_heads")
-    few, many = (artifact(of, config.name, 168, spilled, 32776) for spilled in (0, 512))
+    few, many = (footprint(of, config.name, 168, spilled, 32776) for spilled in (0, 512))
     assert estimate_us(of, config, many, H200) > 1.2 * estimate_us(of, config, few, H200)
     half = replace(H200, sm_count=66)
     assert estimate_us(of, config, few, half) == pytest.approx(

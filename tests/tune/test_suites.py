@@ -12,7 +12,7 @@ from flashgen.codegen.families import serving
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.masks import causal, full, sliding_window
 from flashgen.spec.target import find_target
-from flashgen.tune.plan import DEFAULT_TRIALS, Plan, format_seconds, parse_budget
+from flashgen.tune.plan import FEWEST_TRIALS, Plan, format_seconds, parse_budget
 from flashgen.tune.suites import (
     MODELS_NOT_UNDERSTOOD,
     NESTED,
@@ -271,9 +271,9 @@ def test_durations_are_readable() -> None:
 
 
 def test_a_plan_checks_itself() -> None:
-    assert Plan().trial_limit == DEFAULT_TRIALS
-    assert Plan(trials=5, budget_s=60).trial_limit == 5
-    assert Plan(budget_s=60).trial_limit == Plan(sampler="grid").trial_limit == float("inf")
+    assert [Plan().trial_limit(space) for space in (368, 100, 5)] == [36, FEWEST_TRIALS, 5]
+    assert Plan(trials=5, budget_s=60).trial_limit(368) == 5
+    assert Plan(budget_s=60).trial_limit(368) == Plan(sampler="grid").trial_limit(368) == 368
     for changes, message in (
         ({"trials": 0}, "trials=0 must be at least 1"),
         ({"budget_s": 0.0}, "budget_s=0.0 must be more than 0"),

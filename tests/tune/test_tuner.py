@@ -72,7 +72,7 @@ def run(store: Any, measurer: Any = None, *workloads: Workload, **options: Any) 
         "measurer": measurer or Replay(landscape.records()),
         "compiler": NoCompiler(landscape.TOOLCHAIN),
         "versions": landscape.VERSIONS,
-        "plan": Plan(**plan),
+        "plan": Plan(**{"sampler": "tpe"} | plan),  # which takes all the trials it may
     }
     return tune(workloads or (landscape.workload(),), **given | options)
 
