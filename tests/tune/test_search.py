@@ -66,21 +66,6 @@ def test_a_guided_search_stops_when_more_would_not_pay(ahead: int) -> None:
     assert best < 1.01 * landscape.best_us()
 
 
-def test_a_guided_search_waits_for_what_is_in_flight() -> None:
-    """Many compile ahead: None is no end, the next time measured may open the search again."""
-    search = Search(SPACE, "guided", knowledge=KNOWLEDGE)
-    flying = []
-    while len(flying) < 100 and (config := search.ask()) is not None:
-        flying.append(config)
-    assert len(flying) == 100, "nothing is measured, so nothing can be hopeless"
-    for config in flying[:1]:
-        search.tell(config, landscape.time_us(config))
-    assert search.ask() is None, "a hundred in flight are enough"
-    for config in flying[1:]:
-        search.tell(config, None)
-    assert search.ask() is not None, "all others failed"
-
-
 def test_failures_teach_a_guided_search_nothing_but_to_go_elsewhere() -> None:
     search = Search(SPACE, "guided", knowledge=KNOWLEDGE)
     failed = [config for _ in range(30) if (config := search.ask()) is not None]
@@ -152,6 +137,21 @@ def test_a_failure_is_told_as_a_penalty_beyond_the_worst(monkeypatch: pytest.Mon
     worse = PENALTY_FACTOR * 800.0
     assert strategy.told == [(None, unknown), (800.0, worse), (500.0, worse), (None, worse)]
     assert strategy.penalties == [unknown, unknown, worse, worse]
+
+
+def test_a_search_that_stopped_may_go_on_after_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits(Told):
+        def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config | None:
+            return next(iter(unseen)) if len(self.told) != 1 else None
+
+    monkeypatch.setitem(SAMPLERS, "waits", Sampler(lambda space, seed, knowledge: Waits(), "for this test"))
+    search = Search(SPACE, "waits")
+    first, second = search.ask(), search.ask()
+    assert first is not None and second is not None
+    search.tell(first, 5.0)
+    assert search.ask() is None and search.left == len(SPACE) - 2
+    search.tell(second, 6.0)
+    assert search.ask() == SPACE[2]
 
 
 def test_infeasible_proposals_are_told_a_penalty_and_the_nearest_config_is_tried() -> None:
