@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from flashgen.measure.worker import Measurer
     from flashgen.store.db import TuningDB
     from flashgen.store.shipped import ShippedRecords
+    from flashgen.tune.dry_run import DryRun
     from flashgen.tune.plan import Plan
+    from flashgen.tune.simulate import Score, Simulation
     from flashgen.tune.tuner import Progress, TuneResult
 
 MAX_DATABASES = 4
@@ -541,11 +543,7 @@ def tune(
     from flashgen.tune.tuner import tune as run
 
     workloads = workloads_of(what)
-    if target is not None and device is not None:
-        raise InvalidArgument(f"{target=} is offline work, {device=} a GPU of this machine: leave out one")
-    if target is None and device is None:
-        target = SETTINGS.target or None
-    offline = None if target is None else _target(target)
+    offline = _offline(target, device)
     try:
         with TuningDB(SETTINGS.db_url(db), current_hash=current_hash) as store, ExitStack() as stack:
             with _naming_targets():
@@ -553,6 +551,96 @@ def tune(
             return run(workloads, store=store, plan=plan, progress=progress, **bench._asdict())
     finally:
         _forget()
+
+
+def _offline(target: Target | str | None, device: int | None) -> Target | None:
+    """What to tune offline for; None for measuring on this machine's GPU."""
+    if target is not None and device is not None:
+        raise InvalidArgument(f"{target=} is offline work, {device=} a GPU of this machine: leave out one")
+    if target is None and device is None:
+        target = SETTINGS.target or None
+    return None if target is None else _target(target)
+
+
+def dry_run(
+    what: Workloads,
+    *,
+    target: Target | str | None = None,
+    device: int | None = None,
+    plan: Plan | None = None,
+    db: str | None = None,
+    jobs: int | None = None,
+) -> DryRun:
+    """What `tune` with these arguments would try, and how long it may take; writes and compiles nothing.
+
+    Raises:
+        InvalidArgument: an unknown suite or target, or both a target and a device.
+        NoGPU: no target was given, and this machine has no such GPU.
+        StoreError: the database cannot be opened.
+    """
+    from flashgen.build.compile import toolchain
+    from flashgen.measure.compile_pool import default_jobs
+    from flashgen.measure.replay import NoCompiler
+    from flashgen.store.db import TuningDB
+    from flashgen.store.today import current_hash
+    from flashgen.tune.dry_run import dry_run as run
+
+    workloads, offline = workloads_of(what), _offline(target, device)
+    with TuningDB(SETTINGS.db_url(db), readonly=True, current_hash=current_hash) as store:
+        return run(
+            workloads,
+            store=store,
+            target=offline or _target(None, device or 0),
+            source="measured" if offline is None else "model",
+            compiler=NoCompiler(toolchain()),
+            versions=_versions(),
+            jobs=jobs or default_jobs(),
+            plan=plan,
+        )
+
+
+def simulate(
+    files: Iterable[str | os.PathLike[str]],
+    samplers: Sequence[str] = (),
+    *,
+    trials: int | None = None,
+    share: float | None = None,
+    seeds: int | None = None,
+    noise: float = 0.0,
+    plan: Plan | None = None,
+    progress: Callable[[int, int, Score], None] | None = None,
+) -> Simulation:
+    """Replays recorded measurements of whole spaces through the tuner, to compare samplers; needs no GPU.
+
+    Args:
+        files: of records, one a line, as `flashgen db export` writes them.
+        samplers: rows of the table of samplers; by default all that run here but the exhaustive ones.
+        trials: at most so many for each workload.
+        share: in place of `trials`, that part of the feasible space; by default a tenth.
+        seeds: runs of each sampler on each workload, by default 20.
+        noise: relative standard deviation of a fresh factor on each quick timing.
+        plan: the rest of what a run is told; its sampler, trials and seed are replaced.
+        progress: called after each sampler and workload: how many are done, of how many, and the last one.
+
+    Raises:
+        InvalidArgument: an unknown sampler, a number out of range, a line that is no record, records of
+            several GPUs, or a workload of which more than a tenth of the feasible configs is not recorded.
+        StoreError: a file cannot be read.
+    """
+    from flashgen.store.transfer import read_records
+    from flashgen.tune.simulate import SEEDS
+    from flashgen.tune.simulate import simulate as run
+
+    return run(
+        read_records(map(Path, files)),
+        samplers,
+        trials=trials,
+        share=share,
+        seeds=SEEDS if seeds is None else seeds,
+        noise=noise,
+        plan=plan,
+        progress=progress,
+    )
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from flashgen.cli.explain import explain
 from flashgen.cli.export import export
 from flashgen.cli.output import Commands
 from flashgen.cli.show import show
+from flashgen.cli.simulate import simulate
 from flashgen.cli.tune import tune
 from flashgen.cli.verify import verify
 from flashgen.settings import VERSION
 
-COMMANDS = (tune, show, explain, bench, export, verify, db, doctor)
+COMMANDS = (tune, show, explain, bench, export, verify, simulate, db, doctor)
 
 EPILOG = """\
 \b

@@ -19,6 +19,8 @@ from flashgen.errors import FlashGenError, InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashgen.spec.attention import Workload
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -194,6 +196,14 @@ class Table:
         ):
             shown.remove(optional.pop())
         return shown
+
+
+def short_name(workload: Workload) -> str:
+    """`d128 causal bf16 b4h32kv8q4096k4096`."""
+    spec = workload.spec
+    dims = f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}v{spec.head_dim_v}"
+    rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
+    return " ".join([dims, *rules, spec.dtype_label, workload.name])
 
 
 def count(number: int, noun: str) -> str:

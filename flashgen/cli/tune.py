@@ -17,7 +17,16 @@ from flashgen.cli.options import (
     gpu_options,
     workload_options,
 )
-from flashgen.cli.output import FAILED, INTERRUPTED, Table, console, count, emit, json_option
+from flashgen.cli.output import (
+    FAILED,
+    INTERRUPTED,
+    Table,
+    console,
+    count,
+    emit,
+    json_option,
+    short_name,
+)
 from flashgen.errors import InvalidArgument
 from flashgen.settings import SETTINGS
 
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 
     from flashgen.spec.attention import Workload
     from flashgen.spec.record import Record
+    from flashgen.tune.dry_run import DryRun
     from flashgen.tune.tuner import Progress, Summary, TuneResult
 
 
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one per core]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of every random choice.")
+@click.option("--dry-run", is_flag=True, help="Say what would be tried and how long it may take; do nothing.")
 @db_option
 @json_option
 @click.pass_context
@@ -63,6 +74,7 @@ def tune(
     sampler: str,
     jobs: int | None,
     seed: int,
+    dry_run: bool,
     url: str | None,
     as_json: bool,
 ) -> None:
@@ -78,6 +90,7 @@ def tune(
       flashgen tune --gpu 1 --model path/to/config.json --budget 10m
       flashgen tune --gpu --head-dim 128 --heads 32 --kv-heads 8 --seq 4096 --mask causal --dtype bf16
       flashgen tune --target nvidia-h200 --suite ci --trials 8
+      flashgen tune --target nvidia-h200 --suite ci --dry-run
     """
     from flashgen.store.db import TuningDB
     from flashgen.tune.plan import Plan, parse_budget
@@ -90,14 +103,23 @@ def tune(
     )
     workloads = _workloads(selection, misses)
     device = find_device(gpu, target, "rank candidates by a model, for a GPU that is elsewhere")
+    offline = device.target if device.index is None else None
+    if dry_run:
+        from flashgen import api  # torch: after what may be misspelt
+
+        found = api.dry_run(workloads, target=offline, device=device.index, plan=plan, db=url, jobs=jobs)
+        emit(found.to_json(), as_json, lambda out: _show_dry_run(out, found))
+        if found.problems:
+            ctx.exit(FAILED)
+        return
     with TuningDB(SETTINGS.db_url(url)) as database:
         check_kept(database)
-    from flashgen import api  # torch: after what may be misspelt
+    from flashgen import api
 
     with _Page(device, len(workloads)) as page:
         result = api.tune(
             workloads,
-            target=device.target if device.index is None else None,
+            target=offline,
             device=device.index,
             plan=plan,
             progress=page.update,
@@ -177,7 +199,7 @@ class _Page:
 
         key = (progress.index, progress.family)
         if key not in self._tasks:
-            title = f"{progress.index + 1}/{progress.total} {_short(progress.workload)}"
+            title = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
             self._tasks[key] = self._bars.add_task(title, total=progress.limit, best="", left="")
         best = progress.best
         time = "" if self._offline or best is None else f"{best.median_us:.1f} us "
@@ -186,14 +208,6 @@ class _Page:
         left = f"{format_seconds(progress.left_s)} left" if going and progress.left_s is not None else ""
         task = self._tasks[key]
         self._bars.update(task, completed=progress.trial, total=progress.limit, best=told, left=left)
-
-
-def _short(workload: Workload) -> str:
-    """`d128 causal bf16 b4h32kv8q4096k4096`."""
-    spec = workload.spec
-    dims = f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}v{spec.head_dim_v}"
-    rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
-    return " ".join([dims, *rules, spec.dtype_label, workload.name])
 
 
 def _show(
@@ -216,25 +230,25 @@ def _show(
             gain = "-" if summary.gain is None else f"{summary.gain:.2f}x"
             cells = [_number(time, ".1f"), gain, _number(summary.tflops, ".3g")]
         rows.add_row(
-            _short(summary.workload),
+            short_name(summary.workload),
             _winner(summary, result),
             *cells,
             *_trials(summary),
             format_seconds(summary.seconds),
         )
     for workload in workloads[len(result.summaries) :]:
-        rows.add_row(_short(workload), _not_reached(result), *["-"] * (len(rows.names) - 2))
+        rows.add_row(short_name(workload), _not_reached(result), *["-"] * (len(rows.names) - 2))
     rows.print(out)
     if offline:
         out.print("score: a model's guess of the speed over the default's; a rank, no prediction")
     out.print("trials: of this run + known from earlier runs, of all configs that fit")
     for summary in result.summaries:
         if summary.problem:
-            out.print(f"{_short(summary.workload)}: {summary.problem}")
+            out.print(f"{short_name(summary.workload)}: {summary.problem}")
     for record, summary in zip(measured, result.summaries, strict=False):
         if record is not None:
             found = f"{record.config.name}, {record.median_us:.1f} us"
-            out.print(f"{_short(summary.workload)}: calls get what was measured: {found}")
+            out.print(f"{short_name(summary.workload)}: calls get what was measured: {found}")
     late = len(workloads) - sum(_tried(summary) for summary in result.summaries)
     if result.problem:
         out.print(f"ended early: {result.problem}")
@@ -243,6 +257,66 @@ def _show(
         out.print(f"interrupted: all that was {done} is stored, the same command goes on from here")
     elif late:
         out.print(f"the time was up before {late} of {count(len(workloads), 'workload')}: give more --budget")
+
+
+def _show_dry_run(out: Console, found: DryRun) -> None:
+    from flashgen.tune.plan import format_seconds
+
+    rows = Table(
+        found.target.describe(),
+        *("workload", "family", ">configs", ">feasible", ">known", ">trials", "?>takes", "?tried first"),
+    )
+    for study in found.studies:
+        names = [config.name for config in study.first]
+        others = f" and {count(len(names) - 1, 'winner')}" if len(names) > 1 else ""
+        rows.add_row(
+            short_name(study.workload),
+            study.family,
+            str(study.configs),
+            f"{study.feasible} ({study.feasible / study.configs:.0%})",
+            str(study.known),
+            str(study.trials),
+            format_seconds(study.trials * found.pace.seconds),
+            f"{names[0]}{others}" if names else "",
+        )
+    rows.print(out)
+    for lines in (_refusals(found), _tried_first(found)):
+        for line in lines:
+            out.print(line)
+    for workload, problem in found.problems:
+        out.print(f"{short_name(workload)}: {problem}")
+    limit = "" if found.budget_s is None else f", the budget is {format_seconds(found.budget_s)}"
+    out.print(f"at most {count(found.trials, 'trial')} in about {format_seconds(found.seconds)}{limit}")
+    out.print(f"{found.pace.seconds:.2g} s a trial: {found.pace.rests_on}")
+    out.print("nothing was compiled, measured or written")
+
+
+def _refusals(found: DryRun) -> list[str]:
+    """A line for each reason and number of configs, with its workloads unless these are all."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for study in found.studies:
+        for reason, times in study.refused.items():
+            groups.setdefault((reason, times), []).append(short_name(study.workload))
+    return [
+        f"{count(times, 'config')} refused: {reason}{_of(names, len(found.studies))}"
+        for (reason, times), names in groups.items()
+    ]
+
+
+def _tried_first(found: DryRun) -> list[str]:
+    """What is tried besides the default, a line for each list of configs."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for study in found.studies:
+        if names := tuple(config.name for config in study.first[1:]):
+            groups.setdefault(names, []).append(short_name(study.workload))
+    return [
+        f"winners of other runs, tried first: {', '.join(configs)}{_of(names, len(found.studies))}"
+        for configs, names in groups.items()
+    ]
+
+
+def _of(names: Sequence[str], everything: int) -> str:
+    return "" if len(names) == everything else f" ({'; '.join(names)})"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -109,9 +109,17 @@ class Family:
             )
         return ""
 
+    def refuses(self, config: Config, spec: AttentionSpec, target: Target, facts: CallFacts) -> str:
+        """Why a config is no candidate for calls of a kind: it does not fit, or does not admit them."""
+        return self.fits(config, spec, target) or self.admits(config, facts)
+
     def space(self, spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
         """Every config that fits, in a fixed order."""
         return tuple(c for c in self.all_configs() if not self.fits(c, spec, target))
+
+    def feasible(self, spec: AttentionSpec, target: Target, facts: CallFacts) -> tuple[Config, ...]:
+        """Every config that fits and admits calls of a kind, in a fixed order: what a search may try."""
+        return tuple(c for c in self.all_configs() if not self.refuses(c, spec, target, facts))
 
     def default(self, spec: AttentionSpec, target: Target, facts: CallFacts) -> Config:
         """The first default that is sure to fit and admits the call.
@@ -122,7 +130,7 @@ class Family:
         reasons = []
         for values in self.defaults(spec):
             config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))
-            reason = self.fits(config, spec, target) or self.admits(config, facts)
+            reason = self.refuses(config, spec, target, facts)
             most = self.shared_bytes(config, spec, target).most
             if not reason and most > target.shared_per_block:
                 reason = f"{config.name} may need {most / KIB:.0f} KB of shared memory a block"

@@ -69,7 +69,7 @@ class CompilePool:
     Args:
         target: compiled for.
         toolchain: rendered for; the installed one.
-        jobs: processes; by default one for each core this process may use, at most 16.
+        jobs: processes; `default_jobs()` if None.
         cache: folder of artifacts, the user's own by default.
         entry, options: factory of the children's compiler, as for `Child`.
     """
@@ -86,7 +86,7 @@ class CompilePool:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target, self.toolchain = target, toolchain
-        self.jobs = jobs or min(16, cores())
+        self.jobs = jobs or default_jobs()
         self.ahead = min(AHEAD, max(2, self.jobs))
         self._entry = entry
         self._options = {"cache": cache} if options is None else dict(options)
@@ -175,6 +175,11 @@ def compiler(cache: Path | None = None) -> Any:
             return Compiled(None, Measurement(Status.NO_COMPILE, reason=str(error)))
 
     return run
+
+
+def default_jobs() -> int:
+    """Processes that compile where nothing is said: one for each core this process may use, at most 16."""
+    return min(16, cores())
 
 
 def cores() -> int:

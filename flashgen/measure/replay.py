@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from flashgen.codegen.source import KernelSource, Toolchain, render
+from flashgen.codegen.source import KernelSource, Toolchain, kernel_name, render
 from flashgen.measure.compile_pool import Compiled
 from flashgen.measure.worker import MeasuringFailed, Trial
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
@@ -71,14 +71,28 @@ class Replay:
 
 
 class NoCompiler:
-    """Renders, for the hashes, and compiles nothing; see `Compiler`."""
+    """Renders, for the hashes, and compiles nothing; see `Compiler`.
 
-    def __init__(self, toolchain: Toolchain, ahead: int = 1) -> None:
+    Args:
+        hashes: of kernels that need no rendering, which takes milliseconds each: their source
+            has no text.
+    """
+
+    def __init__(
+        self,
+        toolchain: Toolchain,
+        ahead: int = 1,
+        hashes: Mapping[tuple[AttentionSpec, Config], str] | None = None,
+    ) -> None:
         self.toolchain, self.ahead = toolchain, ahead
+        self._hashes = hashes or {}
 
     def source(self, spec: AttentionSpec, config: Config) -> KernelSource:
-        """The rendered kernel."""
-        return render(spec, config, self.toolchain)
+        """The rendered kernel, or only its name and known hash."""
+        known = self._hashes.get((spec, config))
+        if known is None:
+            return render(spec, config, self.toolchain)
+        return KernelSource(spec, config, self.toolchain, kernel_name(spec, config), "", known, ())
 
     def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
         """Done at once, without an artifact."""

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
-from flashgen.errors import StoreError
+from flashgen.errors import InvalidArgument, StoreError
 from flashgen.spec.record import Record
 from flashgen.spec.target import TARGETS, Target
 from flashgen.store import jsonl
@@ -48,6 +48,32 @@ def import_records(database: TuningDB, source: Path | TextIO) -> Imported:
     added = database.add_many(records)
     bad = tuple((line.number, line.problem) for line in lines if line.record is None)
     return Imported(added, len(records) - added, bad)
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """The records of some files, in their order; where nothing may be passed over.
+
+    Raises:
+        InvalidArgument: a file holds no record, or a line that is none; the message names the first one.
+        StoreError: a file cannot be read.
+    """
+    records: list[Record] = []
+    for path in paths:
+        try:
+            lines = list(jsonl.read(path))
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        bad = [line for line in lines if line.record is None]
+        if bad:
+            others = f" ({len(bad) - 1} more lines are none)" if len(bad) > 1 else ""
+            raise InvalidArgument(
+                f"line {bad[0].number} of {path} is no record{others}: {bad[0].problem}; "
+                "`flashgen db export --out FILE` writes such files"
+            )
+        if not lines:
+            raise InvalidArgument(f"{path} holds no records; `flashgen db export --out FILE` writes them")
+        records += [line.record for line in lines if line.record is not None]
+    return records
 
 
 def ordered(records: Iterable[Record]) -> list[Record]:

@@ -340,39 +340,23 @@ class _Run:
     def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
         """The feasible space of a family and a search that knows what earlier runs measured."""
         spec = job.workload.spec
-        space = tuple(c for c in family.space(spec, self._target) if not family.admits(c, job.facts))
+        space = family.feasible(spec, self._target, job.facts)
         job.space += len(space)
         job.refused += len(family.all_configs()) - len(space)
         default = family.default(spec, self._target, job.facts)
         job.defaults.append(default)
-        stored = tuple(
-            self._store.records(
-                self._target, job.workload.spec.key, family.name, source=self._measurer.source
-            )
-        )
-        search = Search(
-            space,
-            self._plan.sampler,
-            self._seeds(job, family, default),
-            self._plan.seed,
-            self._knowledge(job, space, stored),
-        )
-        for record in self._known(job, stored, frozenset(space)):
+        stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
+        seeds = first_tried(self._store, job.workload, self._target, default, self._winners)
+        knowledge = self._knowledge(job, space, stored)
+        search = Search(space, self._plan.sampler, seeds, self._plan.seed, knowledge)
+        known = known_records(stored, job.workload, space, job.density, self._versions, self._compiler)
+        for record in known:
             job.resumed += record.config not in job.found
             job.found[record.config] = record
         for config, record in job.found.items():
             if config.family == family.name:
                 search.learn(config, _learnt_us(record.measurement))
         return space, search
-
-    def _seeds(self, job: _Job, family: Family, default: Config) -> list[Config]:
-        """The default, then winners: of this and neighbouring workloads, of this run, of other GPUs."""
-        ranked = self._store.ranked(job.workload, self._target)
-        hints = self._store.hints(job.workload, self._target)
-        near = [record.config for record in ranked[: MAX_SEEDS // 2]]
-        far = [record.config for record in hints[: MAX_SEEDS // 2]]
-        winners = [*near, *reversed(self._winners), *far]
-        return [default, *[config for config in winners if config.family == family.name][:MAX_SEEDS]]
 
     def _knowledge(self, job: _Job, space: Sequence[Config], stored: Sequence[Record]) -> Knowledge:
         """What the cost model expects, and how wrong it was at the nearest workload that was measured."""
@@ -397,19 +381,6 @@ class _Run:
             if math.isfinite(there[config])
         }
         return Knowledge(expected, errors)
-
-    def _known(self, job: _Job, stored: Iterable[Record], space: frozenset[Config]) -> Iterator[Record]:
-        """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler."""
-        for record in stored:
-            if (
-                record.workload == job.workload
-                and record.config in space
-                and not _of_the_moment(record.measurement)
-                and record.density == job.density
-                and record.versions.triton == self._versions.triton
-                and record.kernel_hash == self._compiler.source(job.workload.spec, record.config).hash
-            ):
-                yield record
 
     def _final(self, job: _Job) -> None:
         """Measures the best again, interleaved, until no config outside looks faster than the winner.
@@ -538,6 +509,54 @@ class _Run:
             seconds=time.monotonic() - job.started,
             problem=job.problem,
         )
+
+
+# What a study starts from
+
+
+def first_tried(
+    store: TuneStore, workload: Workload, target: Target, default: Config, winners: Sequence[Config] = ()
+) -> list[Config]:
+    """The default, then winners: of this and neighbouring workloads, of this run, of other GPUs.
+
+    Args:
+        default: of the family that is searched; winners of other families are left out.
+        winners: of this run so far, the latest last.
+    """
+    ranked = store.ranked(workload, target)
+    hints = store.hints(workload, target)
+    near = [record.config for record in ranked[: MAX_SEEDS // 2]]
+    far = [record.config for record in hints[: MAX_SEEDS // 2]]
+    found = [*near, *reversed(winners), *far]
+    return [default, *[config for config in found if config.family == default.family][:MAX_SEEDS]]
+
+
+def known_records(
+    stored: Iterable[Record],
+    workload: Workload,
+    space: Sequence[Config],
+    density: str,
+    versions: Versions,
+    compiler: Compiler,
+) -> Iterator[Record]:
+    """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler.
+
+    Args:
+        stored: of the workload's spec and target, and of the source that is worked with.
+        space: the feasible configs.
+        compiler: renders the kernels that records are compared with.
+    """
+    feasible = frozenset(space)
+    for record in stored:
+        if (
+            record.workload == workload
+            and record.config in feasible
+            and not _of_the_moment(record.measurement)
+            and record.density == density
+            and record.versions.triton == versions.triton
+            and record.kernel_hash == compiler.source(workload.spec, record.config).hash
+        ):
+            yield record
 
 
 def _first_compiled(flying: deque[_Flight], until: float) -> _Flight | None:

@@ -91,6 +91,16 @@ def test_admits_by_call_facts() -> None:
     assert (FAMILY.admission(tma), FAMILY.admission(pointer)) == ("tma", "any")
 
 
+def test_feasible_is_what_fits_and_admits() -> None:
+    strided = CallFacts("strided", tma=False)
+    assert FAMILY.feasible(SPEC, H200, CallFacts()) == FAMILY.space(SPEC, H200)
+    pointers = tuple(c for c in FAMILY.space(SPEC, H200) if c["loads"] == "pointer")
+    assert FAMILY.feasible(SPEC, H200, strided) == pointers
+    tma, large = FAMILY.find("m64n32w4s1_tma_heads"), FAMILY.find("m128n128w8s4_pointer_heads")
+    assert "descriptor" in FAMILY.refuses(tma, SPEC, H200, strided)
+    assert "shared memory" in FAMILY.refuses(large, SPEC, H200, strided)
+
+
 def test_serving_gives_reasons() -> None:
     assert serving(SPEC, H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):

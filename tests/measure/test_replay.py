@@ -64,3 +64,10 @@ def test_no_compiler_renders_and_compiles_nothing() -> None:
     assert source.hash == landscape.record(WORKLOAD, SPACE[0], 1.0).kernel_hash
     compiled = compiler.submit(source, CallFacts()).result(timeout=0)
     assert (compiled.artifact, compiled.failure) == (None, None)
+
+
+def test_a_known_hash_needs_no_rendering() -> None:
+    compiler = NoCompiler(landscape.TOOLCHAIN, hashes={(WORKLOAD.spec, SPACE[0]): "0123456789abcdef"})
+    rendered, known = compiler.source(WORKLOAD.spec, SPACE[1]), compiler.source(WORKLOAD.spec, SPACE[0])
+    assert (known.hash, known.text, known.config) == ("0123456789abcdef", "", SPACE[0])
+    assert known.name.endswith(SPACE[0].name) and rendered.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sample_records as make
 
-from flashgen.errors import StoreError
+from flashgen.errors import InvalidArgument, StoreError
 from flashgen.spec.record import Status
 from flashgen.spec.target import find_target
 from flashgen.store import jsonl, transfer
@@ -77,6 +77,22 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"cannot write .*; choose another file or folder"):
             transfer.export_file([make.record()], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_files_are_all_there_or_refused(tmp_path: Path) -> None:
+    records = [make.record(float(time)) for time in range(50, 53)]
+    one, two, bad = (tmp_path / name for name in ("one", "two", "bad"))
+    transfer.export_file(records[1:], one)
+    transfer.export_file(records[:1], two)
+    assert transfer.read_records([two, one]) == records
+    bad.write_text(f"{one.read_text()}{{}}\nnonsense\n")
+    with pytest.raises(InvalidArgument, match=r"line 3 of .*bad is no record \(1 more lines are none\): "):
+        transfer.read_records([one, bad])
+    bad.write_text("\n")
+    with pytest.raises(InvalidArgument, match=r"bad holds no records; `flashgen db export"):
+        transfer.read_records([one, bad])
+    with pytest.raises(StoreError, match=r"cannot read .*missing"):
+        transfer.read_records([tmp_path / "missing"])
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
