@@ -265,7 +265,7 @@ def _check(trials: int | None, share: float | None, seeds: int, noise: float, ah
 def _limit(landscape: Landscape, target: Target, share: float) -> int:
     """Trials of one study, so that all families' together are a share of the space."""
     studies = len(serving(landscape.workload.spec, target))
-    return max(1, round(share * landscape.space / studies))
+    return max(1, int(share * landscape.space / studies))
 
 
 # The recorded spaces
