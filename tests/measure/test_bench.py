@@ -80,8 +80,15 @@ def test_a_clearly_slower_kernel_stops_after_three_launches() -> None:
     assert clock.asked == [("warm", 2), ("each", 3)]
 
 
-def test_a_kernel_that_may_still_win_is_timed_in_full() -> None:
-    assert time_kernel(kernel(140.0, 300.0, 300.0), SetClock(), best_us=100.0).status is Status.OK
+@pytest.mark.parametrize("quick", [(119.0, 119.0, 119.0), (140.0, 300.0, 300.0), (125.0, 126.0, 132.0)])
+def test_a_kernel_that_may_still_win_is_timed_in_full(quick: tuple[float, ...]) -> None:
+    """The more the quick timings spread, the less they say."""
+    assert time_kernel(kernel(*quick), SetClock(), best_us=100.0).status is Status.OK
+
+
+@pytest.mark.parametrize("quick", [(121.0, 121.0, 121.0), (125.0, 126.0, 127.0)])
+def test_a_kernel_a_fifth_behind_is_not(quick: tuple[float, ...]) -> None:
+    assert time_kernel(kernel(*quick), SetClock(), best_us=100.0).status is Status.SLOW
 
 
 def test_an_impossible_time_is_refused() -> None:
