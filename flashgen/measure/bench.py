@@ -112,7 +112,7 @@ def time_kernel(launch: Launch, clock: Clock, *, best_us: float = math.inf, floo
     clock.warm(launch, WARMUP)
     quick = clock.each(launch, QUICK)
     fastest = min(quick)
-    if fastest > (SLOW_FACTOR + (max(quick) - fastest) / fastest) * best_us:
+    if fastest > (SLOW_FACTOR + (max(quick) - fastest) / max(fastest, 0.1)) * best_us:
         reason = f"its fastest quick timing, {fastest:.4g} us, is {fastest / best_us:.2f} times the best"
         return Timing(median(quick), fastest, max(quick), len(quick), "events", Status.SLOW, reason)
     method, sample = _method(fastest, clock)
