@@ -78,7 +78,7 @@ def test_a_winner_is_judged_by_its_recorded_time(noise: float) -> None:
         for run in score.runs:
             assert run.winner is not None
             assert run.slower == pytest.approx(known[run.winner.name] / min(known.values()) - 1, abs=1e-12)
-            assert run.trials == round(0.1 * landscape.space)
+            assert run.trials == int(0.1 * landscape.space)
             assert run.share == run.trials / landscape.space
         assert landscape.best_us == min(known.values()) == known[landscape.best.name]
         assert landscape.covered == 1
