@@ -481,15 +481,16 @@ def _naming_targets() -> Iterator[None]:
 class _Bench(NamedTuple):
     """What candidates are compiled and measured with."""
 
-    measurer: Measurer
+    measurers: dict[str, Measurer]
+    """By the name of what they measure on."""
     compiler: CompilePool
     target: Target
     versions: Versions
 
 
 @contextmanager
-def _bench(target: Target | None, device: int, jobs: int | None) -> Iterator[_Bench]:
-    """Of a live GPU, or offline for a target, where a model stands for the measurements."""
+def _bench(target: Target | None, devices: Sequence[int], jobs: int | None) -> Iterator[_Bench]:
+    """Of live GPUs of one kind, or offline for a target, where a model stands for the measurements."""
     from flashgen.build.compile import toolchain
     from flashgen.measure.compile_pool import CompilePool
 
@@ -498,23 +499,24 @@ def _bench(target: Target | None, device: int, jobs: int | None) -> Iterator[_Be
             from flashgen.tune.model import ModelMeasurer
 
             compiler = stack.enter_context(CompilePool(target, toolchain(), jobs))
-            yield _Bench(ModelMeasurer(target), compiler, target, _versions())
+            yield _Bench({"the model": ModelMeasurer(target)}, compiler, target, _versions())
         else:
-            from flashgen.build.device import live_target
             from flashgen.measure.worker import Worker
 
-            live_target(device)  # says so now if there is no GPU
-            worker = stack.enter_context(Worker(device))
-            machine = worker.machine()
-            compiler = stack.enter_context(CompilePool(machine.target, toolchain(), jobs))
-            yield _Bench(worker, compiler, machine.target, _versions(machine.torch, machine.driver))
+            workers = [stack.enter_context(Worker(device)) for device in devices]
+            machine = workers[0].machine()  # the others start when their own threads first ask them
+            compiler = stack.enter_context(
+                CompilePool(machine.target, toolchain(), jobs, studies=len(workers))
+            )
+            named: dict[str, Measurer] = {f"GPU {d}": w for d, w in zip(devices, workers, strict=True)}
+            yield _Bench(named, compiler, machine.target, _versions(machine.torch, machine.driver))
 
 
 def tune(
     what: Workloads,
     *,
     target: Target | str | None = None,
-    device: int | None = None,
+    device: int | Sequence[int] | str | None = None,
     plan: Plan | None = None,
     progress: Callable[[Progress], None] | None = None,
     db: str | None = None,
@@ -526,18 +528,20 @@ def tune(
         what: a suite's name, the path of a model's config.json, or workloads.
         target: work offline for this GPU: candidates are compiled and ranked by a model, nothing is
             measured.
-        device: index of the GPU to measure on. Where neither is given, the setting FLASHGEN_TARGET says the
-            target; without it, this machine's first GPU is measured on.
+        device: index of the GPU to measure on, or indices, or `all`: several GPUs of one kind share the
+            workloads. Where neither is given, the setting FLASHGEN_TARGET says the target; without it, this
+            machine's first GPU is measured on.
         plan: trials, budget and strategy.
-        progress: called after each trial.
+        progress: called after each trial, one call at a time; with several GPUs in threads of their own.
         db: the record database, by default the user's.
         jobs: processes that compile, by default one for each core.
 
     Raises:
-        InvalidArgument: an unknown suite or target, or both a target and a device.
+        InvalidArgument: an unknown suite or target, both a target and a device, or GPUs that differ.
         NoGPU: nothing to measure on.
         StoreError: the database cannot be opened.
     """
+    from flashgen.build.device import alike_gpus
     from flashgen.store.db import TuningDB
     from flashgen.store.today import current_hash
     from flashgen.tune.tuner import tune as run
@@ -547,13 +551,14 @@ def tune(
     try:
         with TuningDB(SETTINGS.db_url(db), current_hash=current_hash) as store, ExitStack() as stack:
             with _naming_targets():
-                bench = stack.enter_context(_bench(offline, device or 0, jobs))
+                devices = () if offline is not None else tuple(alike_gpus(0 if device is None else device))
+                bench = stack.enter_context(_bench(offline, devices, jobs))
             return run(workloads, store=store, plan=plan, progress=progress, **bench._asdict())
     finally:
         _forget()
 
 
-def _offline(target: Target | str | None, device: int | None) -> Target | None:
+def _offline(target: Target | str | None, device: int | Sequence[int] | str | None) -> Target | None:
     """What to tune offline for; None for measuring on this machine's GPU."""
     if target is not None and device is not None:
         raise InvalidArgument(f"{target=} is offline work, {device=} a GPU of this machine: leave out one")
@@ -650,20 +655,22 @@ def remeasurer(device: int = 0) -> Iterator[Callable[[Record], Record]]:
     Raises:
         LaunchFailed: there is no such GPU.
     """
+    from flashgen.build.device import alike_gpus
     from flashgen.build.inputs import contiguous_facts
     from flashgen.measure.worker import Trial
 
-    with _bench(None, device, None) as bench:
+    with _bench(None, tuple(alike_gpus(device)), None) as bench:
+        (measurer,) = bench.measurers.values()
 
         def again(old: Record) -> Record:
             source = bench.compiler.source(old.workload.spec, old.config)
             compiled = bench.compiler.submit(source, contiguous_facts(old.workload)).result()
-            density = bench.measurer.prepare(old.workload)
+            density = measurer.prepare(old.workload)
             trial = Trial(old.workload, old.config, compiled.artifact)
             return replace(
                 old,
                 target=bench.target,
-                measurement=compiled.failure or bench.measurer.measure(trial),
+                measurement=compiled.failure or measurer.measure(trial),
                 kernel_hash=source.hash,
                 versions=bench.versions,
                 density=density,
@@ -742,7 +749,7 @@ def export(
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")
     with CompilePool(to, toolchain()) as pool:
         sources = [(render(spec, config, toolchain()), facts) for spec, config, facts in kinds]
-        compiled = [(source, pool.submit(source, facts)) for source, facts in sources]
+        compiled = [(source, pool.keep(source, facts)) for source, facts in sources]
         kernels = []
         for number, (source, future) in enumerate(compiled, 1):
             answer = future.result()

@@ -233,7 +233,7 @@ def serial() -> Iterator[Row]:
                     (work,),
                     store=db,
                     target=machine.target,
-                    measurer=worker,
+                    measurers={"GPU 0": worker},
                     compiler=pool,
                     versions=made,
                     plan=plan,

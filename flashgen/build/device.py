@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from flashgen.build.driver import (
@@ -57,6 +58,32 @@ def live_target(index: int = 0) -> Target:
     if not 0 <= index < count:
         raise InvalidArgument(f"GPU {index} does not exist; this process sees {count}, counted from 0")
     return read_target(on, index)
+
+
+def alike_gpus(which: int | str | Sequence[int]) -> dict[int, Target]:
+    """The GPUs that `which` names, by index: one, several, or `all`. They have the same facts.
+
+    Raises:
+        NoGPU: there is none.
+        InvalidArgument: there is none of an index, one is named twice, or their facts differ.
+    """
+    if isinstance(which, str) and which != "all":
+        raise InvalidArgument(f"device={which!r} names no GPU; give an index, several as (0, 2), or 'all'")
+    every = range(max(device_count(), 1))  # where there is none, asking for the first says so
+    indices = every if isinstance(which, str) else [which] if isinstance(which, int) else list(which)
+    if not indices or len(set(indices)) < len(indices):
+        raise InvalidArgument(f"device={tuple(indices)} must name at least one GPU, and each of them once")
+    found = {index: live_target(index) for index in indices}
+    kinds: dict[Target, list[int]] = {}
+    for index, target in found.items():
+        kinds.setdefault(target, []).append(index)
+    if len(kinds) > 1:
+        held = "; ".join(
+            f"GPU {', '.join(map(str, members))} is {kind.describe()}" for kind, members in kinds.items()
+        )
+        instead = " or ".join(f"--gpu {','.join(map(str, members))}" for members in kinds.values())
+        raise InvalidArgument(f"one run needs GPUs of one kind, these differ: {held}; use {instead}")
+    return found
 
 
 def read_target(on: Driver, index: int) -> Target:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -196,12 +196,37 @@ class Device:
     """A GPU to work for: one of this machine, or any of the table for work without one."""
 
     target: Target
-    index: int | None
-    """Of this machine's GPU; None when the work is offline."""
+    gpus: tuple[int, ...] = ()
+    """Indices of this machine's GPUs, which are all `target`; none when the work is offline."""
+
+    @property
+    def index(self) -> int | None:
+        """Of the first GPU; None when the work is offline."""
+        return self.gpus[0] if self.gpus else None
+
+
+def _gpus(value: Any) -> tuple[int, ...] | str:
+    """The indices in `0` or `0,2`; or `all`."""
+    if value == "all":
+        return "all"
+    try:
+        return tuple(int(each) for each in str(value).split(","))
+    except ValueError:
+        message = f"{value!r} names no GPU; give an index, several as 0,2, or all"
+        raise click.BadParameter(message) from None
 
 
 def gpu_options(function: F) -> F:
     """Adds `--gpu [INDEX]` and `--target NAME`; see `find_device`."""
+    return _gpu_options(function, int, "[INDEX]", "the first or the one of that index.")
+
+
+def gpus_options(function: F) -> F:
+    """As `gpu_options`, of any number of GPUs of one kind."""
+    return _gpu_options(function, _gpus, "[INDEX,..|all]", "the first, those of these indices, or all.")
+
+
+def _gpu_options(function: F, kind: Callable[[Any], Any], metavar: str, which: str) -> F:
     for option in (
         click.option(
             "--target",
@@ -210,26 +235,26 @@ def gpu_options(function: F) -> F:
         ),
         click.option(
             "--gpu",
-            type=int,
+            type=kind,
             is_flag=False,
             flag_value=0,
-            metavar="[INDEX]",
-            help="This machine's GPU, the first or the one of that index.",
+            metavar=metavar,
+            help=f"This machine's GPU, {which}",
         ),
     ):
         function = option(function)
     return function
 
 
-def find_device(gpu: int | None, target: str | None, offline: str) -> Device:
-    """The GPU that `--gpu` and `--target` name, else the setting FLASHGEN_TARGET, else this machine's first.
+def find_device(gpu: int | Sequence[int] | str | None, target: str | None, offline: str) -> Device:
+    """What `--gpu` and `--target` name, else the setting FLASHGEN_TARGET, else this machine's first GPU.
 
     Args:
         offline: what the command does with `--target`, for the error of a machine without a GPU.
 
     Raises:
         UnknownName: no such target.
-        InvalidArgument: both were given, or there is no GPU of that index.
+        InvalidArgument: both were given, there is no GPU of an index, or those named differ.
         NoGPU: this machine has none, and no target was named.
     """
     if gpu is not None and target is not None:
@@ -237,11 +262,12 @@ def find_device(gpu: int | None, target: str | None, offline: str) -> Device:
     if target is None and gpu is None:
         target = SETTINGS.target or None
     if target is not None:
-        return Device(find_target(target), None)
-    from flashgen.build.device import live_target
+        return Device(find_target(target))
+    from flashgen.build.device import alike_gpus
 
     try:
-        return Device(live_target(gpu or 0), gpu or 0)
+        found = alike_gpus(0 if gpu is None else gpu)
+        return Device(next(iter(found.values())), tuple(found))
     except NoGPU as error:
         instead = " in place of --gpu" if gpu is not None else ""
         raise NoGPU(f"{error}\n{offline}: --target NAME{instead}\nknown: {_listed(TARGETS)}") from error
@@ -255,4 +281,4 @@ def find_device_to_look_at(gpu: int | None, target: str | None) -> Device:
         if gpu is not None:
             raise
     click.echo(f"no GPU here: this is for {DEFAULT_TARGET}; --target NAME chooses another", err=True)
-    return Device(find_target(DEFAULT_TARGET), None)
+    return Device(find_target(DEFAULT_TARGET))

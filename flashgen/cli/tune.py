@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from flashgen.cli.options import (
     check_kept,
     db_option,
     find_device,
-    gpu_options,
+    gpus_options,
     workload_options,
 )
 from flashgen.cli.output import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.command()
 @workload_options
 @click.option("--misses", is_flag=True, help="Tune what running models missed (FLASHGEN_ON_MISS=record).")
-@gpu_options
+@gpus_options
 @click.option("--budget", metavar="TIME", help="For the whole run: 90s, 10m, 1h30m.")
 @click.option(
     "--trials",
@@ -67,7 +68,7 @@ def tune(
     ctx: click.Context,
     selection: Selection,
     misses: bool,
-    gpu: int | None,
+    gpu: Sequence[int] | str | None,
     target: str | None,
     budget: str | None,
     trials: int | None,
@@ -80,14 +81,15 @@ def tune(
 ) -> None:
     """Finds the fastest correct kernels and stores all measurements.
 
-    On this machine's GPU (--gpu) candidates are checked against the reference and timed. For another GPU
-    (--target) they are compiled and ranked by a model, which any measurement beats. Ctrl-C keeps what was
-    found, and the same command goes on from there.
+    On this machine's GPU (--gpu) candidates are checked against the reference and timed; several GPUs of one
+    kind (--gpu all) share the workloads. For another GPU (--target) they are compiled and ranked by a model,
+    which any measurement beats. Ctrl-C keeps what was found, and the same command goes on from there.
 
     \b
     Examples:
       flashgen tune --gpu --suite llama3-8b
       flashgen tune --gpu 1 --model path/to/config.json --budget 10m
+      flashgen tune --gpu all --suite llama3-8b
       flashgen tune --gpu --head-dim 128 --heads 32 --kv-heads 8 --seq 4096 --mask causal --dtype bf16
       flashgen tune --target nvidia-h200 --suite ci --trials 8
       flashgen tune --target nvidia-h200 --suite ci --dry-run
@@ -120,7 +122,7 @@ def tune(
         result = api.tune(
             workloads,
             target=offline,
-            device=device.index,
+            device=device.gpus or None,
             plan=plan,
             progress=page.update,
             db=url,
@@ -171,7 +173,8 @@ class _Page:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._console = console(stderr=True)
-        how = "offline, ranked by a model" if device.index is None else f"measured on GPU {device.index}"
+        gpus = f"GPU{'s' * (len(device.gpus) > 1)} {', '.join(map(str, device.gpus))}"
+        how = "offline, ranked by a model" if device.index is None else f"measured on {gpus}"
         self._offline = device.index is None
         self._console.print(f"tuning {count(workloads, 'workload')} for {device.target.describe()}, {how}")
         self._bars: Bars = Progress(
@@ -236,12 +239,16 @@ def _show(
             *_trials(summary),
             format_seconds(summary.seconds),
         )
-    for workload in workloads[len(result.summaries) :]:
+    reached = {summary.workload for summary in result.summaries}
+    for workload in workloads:
+        if replace(workload, spec=workload.spec.tuned_as()) in reached:
+            continue
         rows.add_row(short_name(workload), _not_reached(result), *["-"] * (len(rows.names) - 2))
     rows.print(out)
     if offline:
         out.print("score: a model's guess of the speed over the default's; a rank, no prediction")
     out.print("trials: of this run + known from earlier runs, of all configs that fit")
+    _show_gpus(out, result)
     for summary in result.summaries:
         if summary.problem:
             out.print(f"{short_name(summary.workload)}: {summary.problem}")
@@ -317,6 +324,19 @@ def _tried_first(found: DryRun) -> list[str]:
 
 def _of(names: Sequence[str], everything: int) -> str:
     return "" if len(names) == everything else f" ({'; '.join(names)})"
+
+
+def _show_gpus(out: Console, result: TuneResult) -> None:
+    """Where there are several: their controls, and what came between."""
+    if result.gpus:
+        out.print("control, us: the same kernel on each GPU, at its start and at its end")
+    for gpu in result.gpus:
+        times = f"{_number(gpu.before_us, '.1f')}, {_number(gpu.after_us, '.1f')}"
+        out.print(f"  {gpu.name}: {times} ({count(gpu.workloads, 'workload')})")
+        if gpu.lost:
+            out.print(f"  {gpu.name} was lost: {gpu.lost}")
+    for warning in result.warnings:
+        out.print(f"warning: {warning}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -58,8 +58,9 @@ class Child:
             function that answers each job. Jobs, options and answers must pickle.
         environment: variables added to those of the parent.
 
-    The child starts at the first call, and again at the call after it failed. It dies with its parent.
-    One thread at a time may call; `close` may come from any thread.
+    The child starts at the first call, and again at the call after it failed. It and all that it started die
+    with its parent and, as Linux sees it, with the parent's thread that made the call. One thread at a time
+    may call; `close` may come from any thread.
     """
 
     def __init__(
@@ -193,16 +194,30 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(status, f"{kind}: {lines[0][:300]}" if lines else kind, blameless)
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent is gone; elsewhere it ends at the closed pipe."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+def _die_with_parent(descriptor: int) -> None:
+    """Has Linux kill this process when its parent is gone; elsewhere it ends at the closed pipe.
+
+    What it started (ptxas) is not told of that, so a guard, forked while there is nothing to inherit, waits
+    for this process to die, however it does, and then kills the whole group.
+    """
+    if sys.platform != "linux":
+        return
+    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
+    prctl(set_parent_death_signal, signal.SIGKILL)
+    guarded = os.getpid()
+    if os.fork():
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    prctl(set_parent_death_signal, signal.SIGTERM)
+    os.close(descriptor)  # or the parent would not see the other end close
+    if os.getppid() == guarded:
+        signal.sigwait({signal.SIGTERM})
+    os.killpg(0, signal.SIGKILL)  # itself too
 
 
 def main(descriptor: int) -> int:
     """The child: answers jobs until the pipe closes (0) or a job raises (1)."""
-    _die_with_parent()
+    _die_with_parent(descriptor)
     pipe = Connection(descriptor)
     execute = None
     while True:

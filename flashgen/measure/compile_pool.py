@@ -45,6 +45,12 @@ class CompileJob:
     source: KernelSource
     facts: CallFacts
     target: Target
+    kept: bool = False
+    """Whether the artifact stays when the pool is gone."""
+
+
+class CompilingFailed(MeasuringFailed):
+    """Nothing can be compiled on this machine, whatever the kernel and the GPU."""
 
 
 class Compiler(Protocol):
@@ -59,7 +65,11 @@ class Compiler(Protocol):
         ...
 
     def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
-        """Begins a compile; the future raises only `MeasuringFailed`, when nothing can be compiled at all."""
+        """Begins a compile; the future raises only `CompilingFailed`."""
+        ...
+
+    def keep(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        """As `submit`, of a kernel that will be called: a later `compile_kernel` finds it compiled."""
         ...
 
 
@@ -69,8 +79,10 @@ class CompilePool:
     Args:
         target: compiled for.
         toolchain: rendered for; the installed one.
-        jobs: processes; `default_jobs()` if None.
-        cache: folder of artifacts, the user's own by default.
+        jobs: processes; `default_jobs(studies)` if None.
+        studies: that ask at the same time; each may be `ahead` so far that together they keep all busy.
+        cache: folder of the artifacts that `keep` makes, the user's own by default. All others lie in a
+            folder that goes with the pool: most candidates are never called.
         entry, options: factory of the children's compiler, as for `Child`.
     """
 
@@ -80,16 +92,16 @@ class CompilePool:
         toolchain: Toolchain,
         jobs: int | None = None,
         *,
+        studies: int = 1,
         cache: Path | None = None,
         timeout_s: float = COMPILE_TIMEOUT_S,
         entry: str = "flashgen.measure.compile_pool:compiler",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target, self.toolchain = target, toolchain
-        self.jobs = jobs or default_jobs()
-        self.ahead = min(AHEAD, max(2, self.jobs))
+        self.jobs = jobs or default_jobs(studies)
+        self.ahead = min(AHEAD, max(2, -(-self.jobs // studies)))
         self._entry = entry
-        self._options = {"cache": cache} if options is None else dict(options)
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="flashgen-compile")
         self._local = threading.local()
@@ -100,6 +112,8 @@ class CompilePool:
             self._scratch = tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True)
         except OSError as error:
             raise _cannot_compile(str(error)) from error
+        folders = {"passing": Path(self._scratch.name, "cache"), "kept": cache}
+        self._options = folders if options is None else dict(options)
 
     def __enter__(self) -> CompilePool:
         return self
@@ -128,11 +142,18 @@ class CompilePool:
         """Queues a compile; see `Compiler`."""
         return self._threads.submit(self._compile, CompileJob(source, facts, self.target))
 
+    def keep(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        """Queues a compile into `cache`; see `Compiler`.
+
+        It is a new one and no copy of the candidate's: a cubin names its source file, which profilers show.
+        """
+        return self._threads.submit(self._compile, CompileJob(source, facts, self.target, kept=True))
+
     def _compile(self, job: CompileJob) -> Compiled:
         started = time.monotonic()
         answer = None if self._closed else self._child().call(job, self._timeout_s)
         if self._closed:
-            raise MeasuringFailed(Status.CRASH, "the compile pool was closed")
+            raise CompilingFailed(Status.CRASH, "the compile pool was closed")
         if isinstance(answer, Failure):
             if answer.blameless:
                 raise _cannot_compile(answer.reason)
@@ -150,17 +171,19 @@ class CompilePool:
         return child
 
 
-def _cannot_compile(reason: str) -> MeasuringFailed:
-    return MeasuringFailed(
+def _cannot_compile(reason: str) -> CompilingFailed:
+    return CompilingFailed(
         Status.CRASH,
         f"the compiler cannot be used ({reason}); look at `flashgen doctor`, and at what is free of this "
         "machine's memory and of its temporary folder (TMPDIR)",
     )
 
 
-def compiler(cache: Path | None = None) -> Any:
-    """Factory of the children's function. What it keeps is the artifact: Triton's own cache would grow by
-    every candidate."""
+def compiler(passing: Path, kept: Path | None = None) -> Any:
+    """Factory of the children's function: compiles into `passing`, or, if the job says so, into `kept`.
+
+    What it keeps is the artifact: Triton's own cache would grow by every candidate.
+    """
     import triton  # noqa: F401 - if it cannot be imported, no candidate is to blame
 
     from flashgen.build.compile import compile_kernel, scratch
@@ -168,6 +191,7 @@ def compiler(cache: Path | None = None) -> Any:
     def run(job: CompileJob) -> Compiled:
         try:
             with scratch():
+                cache = kept if job.kept else passing
                 return Compiled(compile_kernel(job.source, job.facts, job.target, cache))
         except DoesNotFit as error:
             return Compiled(None, Measurement(Status.TOO_LARGE, reason=str(error)))
@@ -177,9 +201,10 @@ def compiler(cache: Path | None = None) -> Any:
     return run
 
 
-def default_jobs() -> int:
-    """Processes that compile where nothing is said: one for each core this process may use, at most 16."""
-    return min(16, cores())
+def default_jobs(studies: int = 1) -> int:
+    """Processes that compile where nothing is said: one for each core this process may use, at most 16 for
+    each study."""
+    return min(16 * studies, cores())
 
 
 def cores() -> int:

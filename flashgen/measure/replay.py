@@ -63,6 +63,9 @@ class Replay:
         """The recorded outcomes, with the noise that is left after so many passes."""
         return tuple(self._noisy(self._answers[t.workload][t.config], passes) for t in trials)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def _noisy(self, measurement: Measurement, passes: int = 1) -> Measurement:
         if not self._noise or measurement.median_us is None:
             return measurement
@@ -99,3 +102,7 @@ class NoCompiler:
         future: Future[Compiled] = Future()
         future.set_result(Compiled(None))
         return future
+
+    def keep(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        """Nothing to keep."""
+        return self.submit(source, facts)

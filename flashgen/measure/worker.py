@@ -85,6 +85,10 @@ class Measurer(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends what it measures with, and may be called in any thread: a call that is waiting fails."""
+        ...
+
 
 # In the tuner's process
 

@@ -169,6 +169,9 @@ class ModelMeasurer:
         """The same estimates again: a model has no noise to average."""
         return tuple(self.measure(trial) for trial in trials)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 def _too_large(artifact: Artifact, target: Target) -> str:
     return (

@@ -321,7 +321,7 @@ def _run(landscape: Landscape, target: Target, plan: Plan, noise: float, ahead: 
         [workload],
         store=_Memory(),
         target=target,
-        measurer=Replay(records, noise, plan.seed),
+        measurers={"the replay": Replay(records, noise, plan.seed)},
         compiler=NoCompiler(Toolchain(versions.triton), ahead, hashes),
         versions=versions,
         plan=plan,

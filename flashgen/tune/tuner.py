@@ -1,16 +1,18 @@
 """The tuner: for each workload a study of each family, then a final among the best; every outcome is stored.
 
 The parent process alone searches and writes the database; compiles and measurements run in other processes
-(`measure.compile_pool`, `measure.worker`), whose deaths are outcomes like any other.
+(`measure.compile_pool`, `measure.worker`), whose deaths are outcomes like any other. Which GPU tunes which
+workload is the business of `tune.fleet`; here one GPU tunes one workload.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Protocol
@@ -26,6 +28,7 @@ from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
 from flashgen.spec.target import Target
+from flashgen.tune.fleet import Control, Fleet, GpuReport, Task, warnings
 from flashgen.tune.model import expected_us
 from flashgen.tune.plan import Plan
 from flashgen.tune.search import SAMPLERS, Knowledge, Search
@@ -34,11 +37,12 @@ MAX_SEEDS = 6
 """Configs of earlier winners that a study tries first, besides the family's default."""
 FINAL_ROUNDS = 6
 FINAL_SHARE, FINAL_S = 0.1, 3.0
-"""Of a workload's share of the budget, kept back for the final: a part, and at most so many seconds."""
+"""Of a workload's share of the budget, kept back for the final: a part, and at most so many seconds. As much
+of a run's budget is kept back for the second control where several GPUs are compared."""
 FIRST_S = 10.0
 """What the first trial of a workload may take of later ones' shares: one trial is far better than none."""
 GRACE_S = 5.0
-"""What readying a workload may take beyond the budget."""
+"""What readying a workload, or compiling the last winners for good, may take beyond the budget."""
 RETRIED = (Status.OUT_OF_MEMORY,)
 """Outcomes that say more about the moment than about the config: measured again by the next run."""
 RETRIED_COMPILES = (Status.TIMEOUT, Status.CRASH)
@@ -103,7 +107,7 @@ class Summary:
     trials: int
     """Measured in this run."""
     resumed: int
-    """Known from earlier runs."""
+    """Known from earlier runs, or from a GPU that was lost in this one."""
     space: int
     """Feasible configs of all families."""
     refused: int
@@ -157,6 +161,13 @@ class TuneResult:
     interrupted: bool = False
     problem: str = ""
     """What ended the run early: the database, the GPU."""
+    gpus: tuple[GpuReport, ...] = ()
+    """What each GPU did, where there are several."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One for each GPU whose times are not comparable with the others'."""
+        return warnings(self.gpus)
 
     def to_json(self) -> dict[str, Any]:
         """As `flashgen tune --json` prints it."""
@@ -166,6 +177,8 @@ class TuneResult:
             "seconds": self.seconds,
             "interrupted": self.interrupted,
             "problem": self.problem,
+            "gpus": [gpu.to_json() for gpu in self.gpus],
+            "warnings": list(self.warnings),
         }
 
 
@@ -174,35 +187,90 @@ def tune(
     *,
     store: TuneStore,
     target: Target,
-    measurer: Measurer,
+    measurers: Mapping[str, Measurer],
     compiler: Compiler,
     versions: Versions,
     plan: Plan | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
-    """Tunes workloads in order, each starting from what the ones before found.
+    """Tunes workloads in order, each on one GPU and starting from what those before it found.
 
     Args:
         store: every outcome is added as soon as it is known; records of earlier runs are not measured again.
-        target: what is tuned for; the GPU of `measurer`, if it has one.
+        target: what is tuned for; what all GPUs of `measurers` are, if they have any.
+        measurers: at least one, by the name that messages give it: `GPU 0`. A GPU that is free takes the next
+            workload.
         versions: of what renders, compiles and runs; written into the records.
-        progress: called in this thread after each trial.
+        progress: called after each trial, one call at a time; in this thread where there is one measurer.
 
-    Ctrl-C, a failing database and a lost GPU end the run early with what was measured.
+    Ctrl-C, a failing database and the loss of the last GPU end the run early with what was measured.
     """
-    workloads = [replace(workload, spec=workload.spec.tuned_as()) for workload in workloads]
-    run = _Run(store, target, measurer, compiler, versions, plan or Plan(), progress or (lambda _: None))
+    tuned = [replace(workload, spec=workload.spec.tuned_as()) for workload in workloads]
+    plan, progress = plan or Plan(), progress or (lambda _: None)
+    run = _Run(store, target, compiler, versions, plan, progress, Fleet(measurers, tuned), len(tuned))
+    if run.fleet.several:
+        run.control = _control(run, tuned)
     interrupted, problem = False, ""
     try:
-        for index, workload in enumerate(workloads):
-            if run.time_is_up:
-                break
-            run.tune(workload, index, len(workloads))
+        run.fleet.run({name: _Gpu(run, measurer) for name, measurer in measurers.items()})
+        run.settle()
     except KeyboardInterrupt:
         interrupted = True
     except (MeasuringFailed, StoreError) as error:
         problem = str(error)
-    return TuneResult(target, tuple(run.summaries), run.elapsed_s, interrupted, problem)
+    summaries = tuple(summary for _, summary in sorted(run.summaries.items()))
+    return TuneResult(target, summaries, run.elapsed_s, interrupted, problem, run.fleet.reports())
+
+
+def _control(run: _Run, workloads: Sequence[Workload]) -> Control | None:
+    """The default config of the first workload that a family serves."""
+    for workload in workloads:
+        try:
+            family = serving(workload.spec, run.target)[0]
+        except Unsupported:
+            continue
+        facts = contiguous_facts(workload)
+        config = family.default(workload.spec, run.target, facts)
+        compiled = run.compiler.submit(run.compiler.source(workload.spec, config), facts)
+        return Control(workload, config, compiled, run.plan.passes)
+    return None
+
+
+@dataclass
+class _Run:
+    """What the GPUs of one run of `tune` share: resources, clock and results."""
+
+    store: TuneStore
+    target: Target
+    compiler: Compiler
+    versions: Versions
+    plan: Plan
+    progress: Callable[[Progress], None]
+    fleet: Fleet
+    total: int
+    """Workloads."""
+    control: Control | None = None
+    winners: list[Config] = field(default_factory=list)
+    summaries: dict[int, Summary] = field(default_factory=dict)
+    """By the index of the workload."""
+    kept: list[Future[Compiled]] = field(default_factory=list)
+    """Winners that are being compiled for good."""
+    telling: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `progress` is called."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        return self.started + (self.plan.budget_s or math.inf)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def settle(self) -> None:
+        """Waits for the winners' kernels, so that the first call finds them compiled."""
+        left = max(self.deadline - time.monotonic(), 0.0) + GRACE_S
+        wait(self.kept, timeout=left if math.isfinite(left) else None)
 
 
 @dataclass
@@ -212,6 +280,8 @@ class _Job:
     workload: Workload
     index: int
     total: int
+    turns: int
+    """As in its `Task`."""
     facts: CallFacts
     density: str
     deadline: float
@@ -242,42 +312,47 @@ class _Flight:
     compiled: Future[Compiled]
 
 
-class _Run:
-    """One run of `tune`: its resources, its clock, and the loop."""
+class _Gpu:
+    """One GPU's part of a run; see `fleet.Part`."""
 
-    def __init__(
-        self,
-        store: TuneStore,
-        target: Target,
-        measurer: Measurer,
-        compiler: Compiler,
-        versions: Versions,
-        plan: Plan,
-        progress: Callable[[Progress], None],
-    ) -> None:
-        self._store, self._target, self._measurer, self._compiler = store, target, measurer, compiler
-        self._versions, self._plan, self._progress = versions, plan, progress
-        self._started = time.monotonic()
-        self._deadline = self._started + (plan.budget_s or math.inf)
-        self._winners: list[Config] = []
-        self.summaries: list[Summary] = []
+    def __init__(self, run: _Run, measurer: Measurer) -> None:
+        self._run, self._measurer = run, run.fleet.guarded(measurer)
+        self._store, self._target, self._compiler = run.store, run.target, run.compiler
+        self._versions, self._plan = run.versions, run.plan
+        self._winners = run.winners
+        self._deadline = run.deadline
+        if run.fleet.several and run.plan.budget_s is not None:
+            self._deadline -= min(FINAL_SHARE * run.plan.budget_s, FINAL_S)
 
     @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
+    def deadline(self) -> float:
+        """See `fleet.Part`."""
+        return self._deadline
 
     @property
     def time_is_up(self) -> bool:
         return time.monotonic() >= self._deadline
 
+    def control(self) -> float | None:
+        """See `fleet.Part`."""
+        control = self._run.control
+        return (
+            None if control is None else control.time_us(self._measurer, self._run.fleet, self._run.deadline)
+        )
+
+    def abandon(self) -> None:
+        """See `fleet.Part`."""
+        self._measurer.close()
+
     # The loop
 
-    def tune(self, workload: Workload, index: int, total: int) -> None:
+    def tune(self, task: Task) -> None:
         """Tunes one workload; its summary is kept whatever happens."""
-        now = time.monotonic()
-        share = (self._deadline - now) / (total - index)
+        now, workload = time.monotonic(), task.workload
+        share = (self._deadline - now) / task.turns
         deadline = now + share - min(FINAL_SHARE * share, FINAL_S)
-        job = _Job(workload, index, total, contiguous_facts(workload), "", deadline, now)
+        facts = contiguous_facts(workload)
+        job = _Job(workload, task.index, self._run.total, task.turns, facts, "", deadline, now)
         try:
             job.density = self._ready(workload)
             families = serving(workload.spec, self._target)
@@ -292,7 +367,7 @@ class _Run:
             if not late and error.status is not Status.OUT_OF_MEMORY:
                 raise
         finally:
-            self.summaries.append(self._summary(job))
+            self._run.summaries[job.index] = self._summary(job)
 
     def _ready(self, workload: Workload) -> str:
         """Readies a workload, again after a crash; a GPU that cannot be readied ends the run."""
@@ -315,7 +390,7 @@ class _Run:
                     break
                 flying.append(self._submitted(job, config))
             first = min(now + FIRST_S, self._deadline)
-            flight = _first_compiled(flying, until if job.found else max(until, first))
+            flight = self._first_compiled(flying, until if job.found else max(until, first))
             if flight is None:
                 break
             measurement = self._measured(job, flight.config, flight.compiled.result())
@@ -419,12 +494,20 @@ class _Run:
     def _landed(self, flights: Sequence[_Flight]) -> list[_Flight]:
         """Those of some candidates that have a kernel, all of them unless the time is up first."""
         flying, landed = deque(flights), []
-        while flight := _first_compiled(flying, self._deadline):
+        while flight := self._first_compiled(flying, self._deadline):
             if flight.compiled.result().failure is None:
                 landed.append(flight)
         for flight in flying:
             flight.compiled.cancel()
         return landed
+
+    def _first_compiled(self, flying: deque[_Flight], until: float) -> _Flight | None:
+        """Takes the first flight that has landed, waiting for one; None if none is left or the time is up."""
+        if not flying or not self._run.fleet.wait([flight.compiled for flight in flying], until):
+            return None
+        flight = next(flight for flight in flying if flight.compiled.done())
+        flying.remove(flight)
+        return flight
 
     def _compare(self, job: _Job, flights: Sequence[_Flight]) -> None:
         """One interleaved comparison; its times replace the quick ones."""
@@ -436,6 +519,13 @@ class _Run:
                 job, flight.source, _with_error(measurement, quick.measurement), quick.admission
             )
             job.finals[flight.config] = record
+
+    def _keep(self, job: _Job, winners: Iterable[Config]) -> None:
+        """Begins to compile winners into the user's own cache, where the first call finds them."""
+        for config in winners:
+            if config in job.found:  # and not what another run put into the database, of another kernel
+                source = self._compiler.source(job.workload.spec, config)
+                self._run.kept.append(self._compiler.keep(source, job.facts))
 
     # Records and reports
 
@@ -464,22 +554,22 @@ class _Run:
         left = self._deadline - now if math.isfinite(self._deadline) else None
         if left is None:
             done = sum(job.outcomes.values())
-            studies = job.total - job.index - 1
+            studies = job.turns - 1
             left = (now - job.started) / done * (limit - trial + studies * limit) if done else None
-        self._progress(
-            Progress(
-                workload=job.workload,
-                index=job.index,
-                total=job.total,
-                family=family.name,
-                trial=trial,
-                limit=limit,
-                best=job.best,
-                last=last,
-                elapsed_s=now - self._started,
-                left_s=None if left is None else max(left, 0.0),
-            )
+        progress = Progress(
+            workload=job.workload,
+            index=job.index,
+            total=job.total,
+            family=family.name,
+            trial=trial,
+            limit=limit,
+            best=job.best,
+            last=last,
+            elapsed_s=now - self._run.started,
+            left_s=None if left is None else max(left, 0.0),
         )
+        with self._run.telling:
+            self._run.progress(progress)
 
     def _summary(self, job: _Job) -> Summary:
         winner = job.best
@@ -495,6 +585,7 @@ class _Run:
             if record.measurement.status is Status.OK:
                 fastest.setdefault(record.admission, record.config)
         self._winners += reversed(fastest.values())
+        self._keep(job, {*fastest.values(), *([] if winner is None else [winner.config])})
         times = [job.found[config].median_us for config in job.defaults if config in job.found]
         default_us = min((each for each in times if math.isfinite(each)), default=None)
         return Summary(
@@ -557,21 +648,6 @@ def known_records(
             and record.kernel_hash == compiler.source(workload.spec, record.config).hash
         ):
             yield record
-
-
-def _first_compiled(flying: deque[_Flight], until: float) -> _Flight | None:
-    """Takes the first flight that has landed, waiting for one; None when the time is up or none is left."""
-    while flying:
-        left = until - time.monotonic()
-        if left <= 0:
-            return None
-        for flight in flying:
-            if flight.compiled.done():
-                flying.remove(flight)
-                return flight
-        futures = [flight.compiled for flight in flying]
-        wait(futures, timeout=min(left, 3600.0), return_when=FIRST_COMPLETED)
-    return None
 
 
 def _of_the_moment(measurement: Measurement) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda, build, compiler
 
 from flashgen.build import device, driver
-from flashgen.build.device import current_target, device_count, live_target, read_target
+from flashgen.build.device import alike_gpus, current_target, device_count, live_target, read_target
 from flashgen.errors import InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import Settings
 from flashgen.spec.target import TARGETS, Target, bandwidth_class
@@ -115,3 +117,54 @@ def test_without_a_gpu_the_message_says_how_to_go_on(monkeypatch: pytest.MonkeyP
         NoGPU, match=r"no GPU here: .*libcuda-that-is-not-there.*is an NVIDIA driver installed"
     ):
         current_target()
+
+
+A100, H100 = TARGETS["nvidia-a100"], TARGETS["nvidia-h100"]
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs: two H100, of which one is called otherwise, an A100, and another H100."""
+    cards = [H100, replace(H100, name="nvidia-h100-rebranded"), A100, H100]
+
+    def live(index: int = 0) -> Target:
+        if not 0 <= index < len(cards):
+            raise InvalidArgument(f"GPU {index} does not exist")
+        return cards[index]
+
+    monkeypatch.setattr(device, "device_count", lambda: len(cards))
+    monkeypatch.setattr(device, "live_target", live)
+
+
+@pytest.mark.parametrize("which", [0, (0,), (1, 0), [3, 1, 0]])
+def test_gpus_of_one_kind_are_those_that_were_named(mixed: None, which: Any) -> None:
+    found = alike_gpus(which)
+    assert list(found) == ([which] if isinstance(which, int) else list(which))
+    assert set(found.values()) == {H100}
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("all", r"one kind, these differ: GPU 0, 1, 3 is nvidia-h100 .*; GPU 2 is nvidia-a100 .*; "),
+        ("all", r"; use --gpu 0,1,3 or --gpu 2$"),
+        ((1, 2), r"use --gpu 1 or --gpu 2$"),
+        ((0, 4), "GPU 4 does not exist"),
+        ((), "must name at least one GPU"),
+        ((0, 0), "each of them once"),
+        ("0,1", r"device='0,1' names no GPU; give an index, several as \(0, 2\), or 'all'"),
+    ],
+)
+def test_gpus_that_cannot_share_a_run_are_refused(mixed: None, which: Any, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        alike_gpus(which)
+
+
+def test_all_of_no_gpus_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(index: int = 0) -> Target:
+        raise NoGPU("no GPU here")
+
+    monkeypatch.setattr(device, "device_count", lambda: 0)
+    monkeypatch.setattr(device, "live_target", none)
+    with pytest.raises(NoGPU):
+        alike_gpus("all")

@@ -84,7 +84,14 @@ def test_workloads_are_named_alike_everywhere(name: str) -> None:
     ("words", "index"), [(["--gpu", "--suite", "ci"], 0), (["--gpu", "1", "--suite", "ci"], 1), ([], None)]
 )
 def test_gpu_takes_an_index_or_none(words: list[str], index: int | None) -> None:
-    assert ALL["tune"].make_context("tune", words).params["gpu"] == index
+    assert ALL["explain"].make_context("explain", [*words]).params["gpu"] == index
+    several = None if index is None else (index,)
+    assert ALL["tune"].make_context("tune", [*words]).params["gpu"] == several
+
+
+@pytest.mark.parametrize(("given", "gpus"), [("0,2", (0, 2)), ("all", "all"), ("3", (3,))])
+def test_tuning_takes_several_gpus(given: str, gpus: object) -> None:
+    assert ALL["tune"].make_context("tune", ["--gpu", given]).params["gpu"] == gpus
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))

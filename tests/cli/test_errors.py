@@ -32,6 +32,7 @@ WRONG = [
     (["tune", *H200, "--suite", "ci", "--budget", "soon"], USAGE, ["'soon'", "10m"]),
     (["tune", *H200, "--suite", "ci", "--trials", "0"], USAGE, ["trials=0", "at least 1"]),
     (["tune", *H200, "--suite", "ci", "--sampler", "luck"], USAGE, ["unknown sampler 'luck'", "tpe"]),
+    (["tune", "--gpu", "first", "--suite", "ci"], USAGE, ["'first' names no GPU", "0,2", "all"]),
     (["tune", *H200, "--misses", "--suite", "ci"], USAGE, ["--misses", "leave out"]),
     (["tune", *H200, "--misses"], USAGE, ["no missed shape", "FLASHGEN_ON_MISS=record"]),
     (["show", *H200, "--config", "fast"], USAGE, ["no config 'fast'", "m16n32w4s1_tma_heads"]),

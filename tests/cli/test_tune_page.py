@@ -7,8 +7,10 @@ from dataclasses import replace
 import landscape
 import pytest
 
+from flashgen.cli.options import Device
 from flashgen.cli.output import console
-from flashgen.cli.tune import _show
+from flashgen.cli.tune import _Page, _show
+from flashgen.tune.fleet import GpuReport
 from flashgen.tune.tuner import Summary, TuneResult
 
 WORKLOADS = [landscape.workload(q_len) for q_len in (4096, 2048, 1024)]
@@ -57,6 +59,45 @@ def test_what_was_not_tried_is_not_called_wrong(
     lines = printed(capsys, FOUND, UNTRIED, **ended)
     assert [said in line for line in lines[3:6]] == [False, True, True]
     assert lines[-1].startswith(last) and "none is right" not in "".join(lines)
+
+
+def test_several_gpus_show_their_controls_and_what_became_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpus = (
+        GpuReport("GPU 0", 2, 100.0, 101.0),
+        GpuReport("GPU 1", 1, 110.0, 112.0),
+        GpuReport("GPU 2", 0, 100.5, None, "the process died of SIGKILL"),
+    )
+    lines = printed(capsys, FOUND, gpus=gpus)
+    at = lines.index("control, us: the same kernel on each GPU, at its start and at its end")
+    assert lines[at + 1 : at + 6] == [
+        "  GPU 0: 100.0, 101.0 (2 workloads)",
+        "  GPU 1: 110.0, 112.0 (1 workload)",
+        "  GPU 2: 100.5, - (0 workloads)",
+        "  GPU 2 was lost: the process died of SIGKILL",
+        "warning: GPU 1: its control took 112 us, 11% more than the median of all GPUs (101 us); "
+        "tune again without it, its times are not comparable",
+    ]
+
+
+def test_one_gpu_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not any("control" in line for line in printed(capsys, FOUND))
+
+
+def test_what_was_not_reached_is_found_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several GPUs do not finish in order."""
+    rows = printed(capsys, replace(FOUND, workload=WORKLOADS[2]))[3:6]
+    assert ["not reached (budget)" in row for row in rows] == [False, True, True]
+    assert [WORKLOADS[index].name in row for index, row in zip((2, 0, 1), rows, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(("gpus", "said"), [((0,), "measured on GPU 0"), ((0, 2), "measured on GPUs 0, 2")])
+def test_the_page_names_its_gpus(
+    gpus: tuple[int, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Page(Device(landscape.TARGET, gpus), 3)
+    assert said in capsys.readouterr().err
 
 
 def test_what_was_tried_and_wrong_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:

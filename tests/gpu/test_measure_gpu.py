@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flashgen
 from flashgen.build.compile import toolchain
 from flashgen.build.device import live_target
 from flashgen.build.inputs import contiguous_facts, make_inputs
@@ -168,6 +169,18 @@ def test_a_kernel_compared_with_itself_ties() -> None:
     assert timings["one"].median_us == pytest.approx(timings["other"].median_us, rel=0.03)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus_share_the_workloads(tmp_path: Path) -> None:
+    works = [workload(seq=seq) for seq in (512, 1024, 2048, 4096)]
+    plan = Plan(trials=6, finalists=2, passes=3)
+    result = flashgen.tune(works, device=(0, 1), plan=plan, db=str(tmp_path / "tuning.db"))
+    assert result.problem == "" and [gpu.lost for gpu in result.gpus] == ["", ""]
+    assert [summary.trials for summary in result.summaries] == [6] * 4
+    assert sum(gpu.workloads for gpu in result.gpus) == 4
+    assert all(gpu.before_us and gpu.after_us for gpu in result.gpus)
+    print(*(f"\n{gpu}" for gpu in result.gpus), *result.warnings)
+
+
 def test_tuning_beats_or_ties_the_default(pool: CompilePool, tmp_path: Path) -> None:
     from flashgen.spec.record import Versions
 
@@ -177,7 +190,7 @@ def test_tuning_beats_or_ties_the_default(pool: CompilePool, tmp_path: Path) -> 
             [workload(seq=2048)],
             store=store,
             target=machine.target,
-            measurer=worker,
+            measurers={"GPU 0": worker},
             compiler=pool,
             versions=Versions("0", toolchain().triton, machine.torch, machine.driver),
             plan=Plan(trials=24),

@@ -8,8 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from flashgen.errors import CompileFailed, CompilerUnavailable
 from flashgen.measure.compile_pool import Compiled, CompileJob
@@ -21,6 +24,10 @@ def compiler(behaviours: dict[str, str]) -> Callable[[CompileJob], Compiled]:
 
     def run(job: CompileJob) -> Compiled:
         behaviour = behaviours.get(job.source.config.name, "")
+        if behaviour == "ptxas":  # which waits for ever, and is waited for
+            ptxas = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            Path(os.environ["FLASHGEN_TEST_FOLDER"], "ptxas").write_text(str(ptxas.pid))
+            ptxas.wait()
         if behaviour == "hangs":
             time.sleep(600)
         if behaviour == "crashes":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import misbehave
 import pytest
+from processes import is_gone
 
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import Toolchain
@@ -107,6 +111,45 @@ def test_closing_does_not_wait_for_a_hanging_compile() -> None:
         hanging.result(timeout=1)
 
 
+def test_ptxas_dies_with_the_tuner(tmp_path: Path) -> None:
+    """The tuner is killed with SIGKILL while ptxas runs: neither the compiler nor ptxas is left."""
+    script = """
+import test_compile_pool as parts
+from flashgen.spec.attention import CallFacts
+busy = parts.pool(jobs=1, c0="ptxas")
+parts.compiled(busy, 1)
+print(busy._children[0].pid, flush=True)
+parts.compiled(busy, 0)
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "FLASHGEN_TEST_FOLDER": str(tmp_path)}
+    tuner = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert tuner.stdout is not None
+    try:
+        compiler = int(tuner.stdout.readline())
+        until = time.monotonic() + 60
+        while not (told := tmp_path / "ptxas").exists() or not told.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        ptxas = int(told.read_text())
+        os.kill(ptxas, 0)
+    finally:
+        tuner.kill()
+        tuner.wait()
+        tuner.stdout.close()
+    assert is_gone(compiler) and is_gone(ptxas)
+
+
+def test_several_studies_share_the_processes() -> None:
+    for jobs, studies, ahead in ((16, 1, 8), (16, 2, 8), (16, 4, 4), (2, 1, 2), (2, 8, 2), (6, 4, 2)):
+        shared = CompilePool(misbehave.TARGET, TOOLCHAIN, jobs, studies=studies)
+        assert (shared.jobs, shared.ahead) == (jobs, ahead)
+        assert shared.ahead * studies >= min(jobs, 8 * studies), "together they keep all busy"
+        shared.close()
+
+
 def test_several_compile_at_once() -> None:
     with pool(jobs=2, timeout_s=2.0, c0="hangs", c1="hangs") as busy:
         for warm in [
@@ -132,7 +175,9 @@ def test_a_real_kernel_comes_back_with_its_facts(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("TRITON_HOME", str(tmp_path / "home"))
     with CompilePool(misbehave.TARGET, toolchain(), 1, cache=tmp_path / "cache") as real:
-        answer = compiled(real, CONFIGS.index(config))
+        assert compiled(real, CONFIGS.index(config)).failure is None
+        assert not (tmp_path / "cache").exists(), "most candidates are never called"
+        answer = real.keep(real.source(misbehave.workload().spec, config), CallFacts()).result(timeout=60)
     assert list((tmp_path / "temporary").iterdir()) == []
     assert not (tmp_path / "home").exists(), "Triton's own cache does not grow by every candidate"
     assert len(list((tmp_path / "cache/artifacts").iterdir())) == 3

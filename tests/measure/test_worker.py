@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import misbehave
 import pytest
+from processes import is_gone
 
 from flashgen.codegen.families import FAMILIES
 from flashgen.measure.check import some_pairs
@@ -134,21 +134,8 @@ def test_an_endless_kernel_is_killed_with_all_it_started(
         assert found.status is Status.TIMEOUT
         assert found.reason == "no answer within 1 s; the process was killed"
         grandchild = int(Path(tmp_path, "grandchild").read_text())
-        assert _is_gone(grandchild)
+        assert is_gone(grandchild)
         assert measure(impatient, RIGHT).status is Status.OK
-
-
-def _is_gone(pid: int) -> bool:
-    """Whether a process ended (a zombie that nobody waited for has)."""
-    for _ in range(50):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_a_clearly_slower_kernel_is_stopped_early(shared: Worker) -> None:
@@ -249,8 +236,8 @@ worker.measure(Trial(misbehave.workload(), FAMILIES["attention_fwd"].all_configs
     finally:
         parent.kill()
         parent.wait()
-    assert _is_gone(child)
-    os.kill(grandchild, signal.SIGKILL)  # what a kernel's process started itself is not ours to find
+    assert is_gone(child)
+    assert is_gone(grandchild), "nor is anything that the child started"
 
 
 def test_a_child_that_cannot_start_says_why() -> None:

@@ -18,7 +18,8 @@ from sample_records import H200, config, record, workload
 
 import flashgen
 from flashgen import api, masks
-from flashgen.build.compile import compile_kernel, toolchain
+from flashgen.build.compile import artifact_key, compile_kernel, toolchain
+from flashgen.build.inputs import contiguous_facts
 from flashgen.build.launch import Kernel
 from flashgen.bundle.load import verify_bundle
 from flashgen.cli.tune import tune as tune_command
@@ -69,6 +70,54 @@ def test_a_call_reaches_the_driver_with_the_kernel_of_its_record(tmp_path: Path)
             descriptors = [size for size in cuda.sizes if size == 128]
             assert len(descriptors) == (3 if names == "tma" else 0)
         assert dispatcher.resolves == 2
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler to build the stand-in with")
+def test_after_tuning_the_cache_holds_the_winners_and_a_call_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, path = tmp_path / "cache", str(tmp_path / "tuning.db")
+    monkeypatch.setenv("FLASHGEN_CACHE", str(cache))  # of the processes that compile
+    monkeypatch.setattr("flashgen.build.compile.SETTINGS", Settings(cache=str(cache)))
+    work = api.workloads_of("ci")[0]
+    (summary,) = flashgen.tune(work, target="nvidia-h200", plan=Plan(trials=5, seed=3), db=path).summaries
+    fastest: dict[str, Config] = {}
+    with TuningDB(path) as db:
+        records = sorted(db.records(), key=lambda record: record.median_us)
+    for each in records:
+        fastest.setdefault(each.admission, each.config)
+    assert summary.winner is not None and summary.winner.config in fastest.values()
+    assert 1 <= len(fastest) < len(records) == 5
+    sources = [render(work.spec, config, toolchain()) for config in fastest.values()]
+    keys = {artifact_key(source, source.abi(contiguous_facts(work)), H200) for source in sources}
+    found = list((cache / "artifacts").iterdir())
+    assert {file.stem for file in found} == keys and len(found) == 3 * len(keys)
+    rendered = {file.name.rpartition("-")[0]: file for file in (cache / "kernels").iterdir()}
+    assert rendered.keys() == {source.name for source in sources}
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a compile")
+
+    monkeypatch.setattr("flashgen.build.compile._compile", forbidden)
+    cuda = FakeCuda(build(tmp_path))
+    loaded = []
+
+    def load(request: Request, config: Config) -> Kernel:
+        source = render(request.workload.spec, config, toolchain())
+        artifact = compile_kernel(source, request.facts, request.target)
+        loaded.append((config, artifact))
+        cuda.expect_kernel(artifact)
+        return Kernel(artifact, 0, on=cuda.driver)
+
+    with TuningDB(path, current_hash=current_hash) as db:
+        policy = Policy(sources=[Source("database", lambda: db, load)], load=load)
+        dispatcher = Dispatcher(policy, lambda _: H200, lambda _: 77, capturing=lambda: False)
+        q, k, v = tensors(work.batch, work.heads, work.kv_heads, work.q_len, work.k_len, work.spec.head_dim)
+        q, k, v = q.half(), k.half(), v.half()
+        dispatcher.attention(q, k, v, "causal", None, None, "bhsd", False)
+    ((config, artifact),) = loaded
+    assert config == summary.winner.config
+    assert str(rendered[artifact.name]) in artifact.ptx, "profilers find the source"
 
 
 @pytest.fixture(scope="module")
@@ -266,23 +315,27 @@ def test_a_bundle_that_is_loaded_again_replaces_itself_alone(
 def test_a_gpu_that_is_named_is_measured_on_whatever_the_settings_pretend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[object, int]] = []
+    asked: list[tuple[object, tuple[int, ...]]] = []
 
     @contextmanager
-    def bench(target: object, device: int, jobs: int | None) -> Iterator[None]:
-        asked.append((target, device))
+    def bench(target: object, devices: tuple[int, ...], jobs: int | None) -> Iterator[None]:
+        asked.append((target, devices))
         raise LaunchFailed("asked enough")
         yield
 
     monkeypatch.setattr(api, "_bench", bench)
+    monkeypatch.setattr("flashgen.build.device.live_target", lambda index=0: H200)
+    monkeypatch.setattr("flashgen.build.device.device_count", lambda: 3)
     monkeypatch.setattr(api, "SETTINGS", Settings(target="nvidia-h100", db=str(tmp_path / "x.db")))
     h100 = find_target("nvidia-h100")
-    ways: list[tuple[Callable[[], object], tuple[object, int]]] = [
-        (lambda: flashgen.tune("ci", device=0), (None, 0)),
-        (lambda: flashgen.tune("ci", device=1), (None, 1)),
-        (lambda: flashgen.tune("ci"), (h100, 0)),
-        (lambda: flashgen.tune("ci", target=H200), (H200, 0)),
-        (lambda: api._tune_one(workload(), 1), (h100, 0)),  # calls are dispatched for the pretended GPU too
+    ways: list[tuple[Callable[[], object], tuple[object, tuple[int, ...]]]] = [
+        (lambda: flashgen.tune("ci", device=0), (None, (0,))),
+        (lambda: flashgen.tune("ci", device=1), (None, (1,))),
+        (lambda: flashgen.tune("ci", device=(0, 2)), (None, (0, 2))),
+        (lambda: flashgen.tune("ci", device="all"), (None, (0, 1, 2))),
+        (lambda: flashgen.tune("ci"), (h100, ())),
+        (lambda: flashgen.tune("ci", target=H200), (H200, ())),
+        (lambda: api._tune_one(workload(), 1), (h100, ())),  # calls are dispatched for the pretended GPU too
     ]
     for way, wanted in ways:
         with pytest.raises(LaunchFailed, match="asked enough"):
@@ -290,8 +343,8 @@ def test_a_gpu_that_is_named_is_measured_on_whatever_the_settings_pretend(
         assert asked[-1] == wanted
     monkeypatch.setattr(api, "SETTINGS", Settings(db=str(tmp_path / "x.db")))
     for way, wanted in (
-        (lambda: flashgen.tune("ci"), (None, 0)),
-        (lambda: api._tune_one(workload(), 1), (None, 1)),
+        (lambda: flashgen.tune("ci"), (None, (0,))),
+        (lambda: api._tune_one(workload(), 1), (None, (1,))),
     ):
         with pytest.raises(LaunchFailed, match="asked enough"):
             way()
@@ -311,9 +364,12 @@ def test_the_command_names_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(api, "tune", tune)
     monkeypatch.setattr("flashgen.build.device.live_target", lambda index=0: H200)
+    monkeypatch.setattr("flashgen.build.device.device_count", lambda: 3)
     for arguments, wanted in (
-        (["--gpu"], (None, 0)),
-        (["--gpu", "1"], (None, 1)),
+        (["--gpu"], (None, (0,))),
+        (["--gpu", "1"], (None, (1,))),
+        (["--gpu", "0,2"], (None, (0, 2))),
+        (["--gpu", "all"], (None, (0, 1, 2))),
         (["--target", H200.name], (H200, None)),
     ):
         CliRunner().invoke(tune_command, [*arguments, "--suite", "ci", "--db", str(tmp_path / "x.db")])

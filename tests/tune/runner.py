@@ -1,8 +1,9 @@
 """A tuning run in a process of its own, for tests that interrupt or kill it: replayed, a trial every 30 ms.
 
-    python runner.py DATABASE TRIALS SEED [NOISE]
+    python runner.py DATABASE TRIALS SEED [NOISE [GPUS]]
 
-prints a line for each trial and the result as JSON.
+prints a line for each trial and the result as JSON. With several GPUs there are as many workloads, and each
+line begins with its workload's length.
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ class Slowly(Replay):
         return super().measure(trial)
 
 
-def main(database: str, trials: str, seed: str, noise: str = "0") -> None:
+def main(database: str, trials: str, seed: str, noise: str = "0", gpus: str = "1") -> None:
+    workloads = [landscape.workload(4096 >> index) for index in range(int(gpus))]
+    records = landscape.records(*workloads)
+
     def tell(progress: Progress) -> None:
         if progress.last is not None:
-            print(progress.last.config.name, flush=True)
+            prefix = f"{progress.workload.q_len} " if len(workloads) > 1 else ""
+            print(prefix + progress.last.config.name, flush=True)
 
     with TuningDB(database) as store:
         result = tune(
-            [landscape.workload()],
+            workloads,
             store=store,
             target=landscape.TARGET,
-            measurer=Slowly(landscape.records(), float(noise), int(seed)),
+            measurers={
+                f"GPU {index}": Slowly(records, float(noise), int(seed)) for index in range(len(workloads))
+            },
             compiler=NoCompiler(landscape.TOOLCHAIN),
             versions=landscape.VERSIONS,
             plan=Plan(trials=int(trials), seed=int(seed)),

@@ -78,7 +78,7 @@ def tuned(store: TuningDB, **plan: Any) -> tuple[Summary, list[Config]]:
         [landscape.workload()],
         store=store,
         target=landscape.TARGET,
-        measurer=measurer,
+        measurers={"GPU 0": measurer},
         compiler=NoCompiler(landscape.TOOLCHAIN),
         versions=landscape.VERSIONS,
         plan=Plan(sampler="random", **plan),

@@ -153,7 +153,7 @@ def test_offline_tuning_compiles_ranks_and_stores_as_a_model(tmp_path: Path) -> 
             suite_workloads("ci")[:1],
             store=store,
             target=H200,
-            measurer=ModelMeasurer(H200),
+            measurers={"the model": ModelMeasurer(H200)},
             compiler=pool,
             versions=replace(landscape.VERSIONS, triton=toolchain().triton),
             plan=Plan(trials=5),

@@ -57,7 +57,7 @@ def test_a_run_is_one_of_the_tuner_itself(sampler: str) -> None:
                 [records[0].workload],
                 store=store,
                 target=records[0].target,
-                measurer=Replay(records),
+                measurers={"the replay": Replay(records)},
                 compiler=NoCompiler(Toolchain("3.6.0"), AHEAD),
                 versions=records[0].versions,
                 plan=Plan(sampler=sampler, trials=20, seed=run.seed),

@@ -69,7 +69,7 @@ def run(store: Any, measurer: Any = None, *workloads: Workload, **options: Any) 
     given: dict[str, Any] = {
         "store": store,
         "target": landscape.TARGET,
-        "measurer": measurer or Replay(landscape.records()),
+        "measurers": {"GPU 0": measurer or Replay(landscape.records())},
         "compiler": NoCompiler(landscape.TOOLCHAIN),
         "versions": landscape.VERSIONS,
         "plan": Plan(**{"sampler": "tpe"} | plan),  # which takes all the trials it may
@@ -373,6 +373,101 @@ def test_c29_a_crash_in_a_final_costs_that_final_and_no_other_workload(store: Tu
         assert summary.winner is not None and summary.winner.measurement.passes >= 5
         assert summary.problem.startswith("comparing the finalists failed: the process died of SIGSEGV")
         assert summary.problem.endswith("the best so far stays, tune again for a whole final")
+
+
+def test_every_fault_costs_its_own_trial_and_no_other(
+    store: TuningDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that do harm and compilers that fail, in real processes, in one run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
+    monkeypatch.setenv("FLASHGEN_TEST_FOLDER", str(tmp_path))
+    of = misbehave.workload(lse=False)
+    configs = iter(landscape.FAMILY.space(of.spec, landscape.TARGET)[:40])
+    default = landscape.FAMILY.default(of.spec, landscape.TARGET, _facts())
+    kernels = {
+        "wrong": Status.WRONG,
+        "half": Status.WRONG,
+        "beside": Status.WRONG,
+        "varies": Status.UNSTABLE,
+        "out_of_memory": Status.OUT_OF_MEMORY,
+        "crashes": Status.CRASH,
+        "loops": Status.TIMEOUT,
+    }
+    compilers = {"hangs": Status.TIMEOUT, "crashes": Status.CRASH, "refuses": Status.NO_COMPILE}
+    bad = [config for config in configs if config != default]
+    by_kernel = dict(zip(kernels, bad, strict=False))
+    by_compiler = dict(zip(compilers, bad[len(kernels) :], strict=False))
+    faulty = len(kernels) + len(compilers)
+    with (
+        Worker(
+            entry="misbehave:cpu_executor",
+            options={"kernels": {config.name: fault for fault, config in by_kernel.items()}},
+            trial_timeout_s=2.0,
+        ) as measurer,
+        CompilePool(
+            landscape.TARGET,
+            landscape.TOOLCHAIN,
+            jobs=1,
+            timeout_s=2.0,
+            entry="bad_compilers:compiler",
+            options={"behaviours": {config.name: fault for fault, config in by_compiler.items()}},
+        ) as pool,
+    ):
+        result = run(store, measurer, of, compiler=pool, sampler="grid", trials=faulty + 3, finalists=0)
+    (summary,) = result.summaries
+    assert (result.problem, summary.problem) == ("", "")
+    found = {record.config: record.measurement.status for record in store.records()}
+    assert {fault: found[config] for fault, config in by_kernel.items()} == kernels
+    assert {fault: found[config] for fault, config in by_compiler.items()} == compilers
+    assert summary.trials == faulty + 3 and summary.outcomes["OK"] == 3
+    assert summary.winner is not None
+    assert summary.winner.config not in {*by_kernel.values(), *by_compiler.values()}
+
+
+class Keeping(NoCompiler):
+    """Notes what is kept, and takes a while for it."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        super().__init__(landscape.TOOLCHAIN)
+        self.kept: list[Config] = []
+        self.done: list[Future[Compiled]] = []
+        self._takes_s = takes_s
+
+    def keep(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+        self.kept.append(source.config)
+        future: Future[Compiled] = Future()
+        self.done.append(future)
+        threading.Timer(self._takes_s, future.set_result, (Compiled(None),)).start()
+        return future
+
+
+def test_only_the_fastest_of_each_class_are_kept_and_the_run_waits_for_them(store: TuningDB) -> None:
+    compiler = Keeping(takes_s=0.5)
+    (summary,) = run(store, compiler=compiler, trials=40).summaries
+    fastest: dict[str, Record] = {}
+    for record in sorted(store.records(), key=lambda record: record.median_us):
+        if record.measurement.status is Status.OK:
+            fastest.setdefault(record.admission, record)
+    assert set(fastest) == {"tma", "any"}
+    assert sorted(config.name for config in compiler.kept) == sorted(r.config.name for r in fastest.values())
+    assert summary.winner is not None and summary.winner.config in compiler.kept
+    assert all(future.done() for future in compiler.done)
+
+
+def test_a_run_without_a_right_kernel_keeps_none(store: TuningDB) -> None:
+    wrong = [replace(r, measurement=Measurement(Status.WRONG, reason="wrong")) for r in landscape.records()]
+    compiler = Keeping()
+    run(store, Replay(wrong), compiler=compiler, trials=4)
+    assert compiler.kept == []
+
+
+def test_what_is_kept_late_does_not_hold_up_a_budget(
+    store: TuningDB, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "GRACE_S", 0.3)
+    compiler = Keeping(takes_s=5.0)
+    result = run(store, compiler=compiler, trials=4, budget_s=0.5)
+    assert result.seconds < 3.0 and result.problem == "" and compiler.kept
 
 
 def test_a_gpu_that_is_lost_before_a_final_ends_the_run(store: TuningDB) -> None:
