@@ -207,7 +207,7 @@ def suite() -> Iterator[Row]:
 
 
 def serial() -> Iterator[Row]:
-    """36 random configs of one workload: compiled ahead by all cores, and one after another by one."""
+    """24 random configs of one workload: compiled ahead by all cores, and one after another by one."""
     work = make_workload(
         head_dim=128,
         heads=32,
@@ -218,7 +218,7 @@ def serial() -> Iterator[Row]:
         dtype="bf16",
         batch=4,
     )
-    plan = Plan(sampler="random", trials=36)
+    plan = Plan(sampler="random", trials=24)
     for ahead in (None, 1):
         with (
             Worker(0) as worker,

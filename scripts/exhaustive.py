@@ -73,7 +73,7 @@ def main() -> None:
         with TuningDB(Path(scratch, "whole.db"), readonly=True) as db:
             for name, work in zip(SHAPES, works, strict=True):
                 export_file((r for r in db.records() if r.workload == work), args.out / f"{name}.jsonl")
-        part = []
+        part: list[Summary] = []
         for at, work in enumerate(works):  # each from nothing: one shape's records help the next
             part += tuned([work], Plan(), Path(scratch, f"part{at}.db"))
     rows = []
