@@ -207,9 +207,10 @@ def rank(
     A stale record is refused too where today's kernel of its config failed, for that is what would run.
     A config stands in the answer once.
     """
+    sizes_of = _Sizes()
     verdicts: dict[tuple[object, ...], Record] = {}
     for record in records:
-        key = (_sizes(record.workload), _kernel(record))
+        key = (sizes_of(record), _kernel(record))
         held = verdicts.get(key)
         if held is None or _weight(held) <= _weight(record):
             verdicts[key] = record
@@ -220,8 +221,7 @@ def rank(
 
     def failed_today(record: Record) -> bool:
         return any(
-            (each.measurement.status in DISTRUSTED or _sizes(each.workload) == _sizes(record.workload))
-            and not stale(each)
+            (each.measurement.status in DISTRUSTED or sizes_of(each) == sizes_of(record)) and not stale(each)
             for each in failed.get(record.config, ())
         )
 
@@ -232,16 +232,16 @@ def rank(
     bucket, wanted = workload.bucket(), _sizes(workload)
     near: dict[tuple[float, ...], tuple[float, float]] = {}
     for record in usable:
-        sizes = _sizes(record.workload)
+        sizes = sizes_of(record)
         if sizes not in near:
             near[sizes] = (bucket.distance(record.workload.bucket()), _size_distance(wanted, sizes))
 
     def group(record: Record) -> tuple[float, bool]:
-        return near[_sizes(record.workload)][0], record.measurement.source == "model"
+        return near[sizes_of(record)][0], record.measurement.source == "model"
 
     def order(record: Record) -> tuple[object, ...]:
-        sizes, config = _sizes(record.workload), record.config
-        return (*group(record), near[sizes][1], sizes, record.median_us, config.name, config.family)
+        sizes, config = sizes_of(record), record.config
+        return (*group(record), near[sizes][1], sizes, record.median_us, config.family, config.values)
 
     chosen: dict[Config, Record] = {}
     winners: dict[str, Record] = {}
@@ -300,6 +300,20 @@ def rank_hints(
 def _sizes(workload: Workload) -> tuple[float, ...]:
     params = (value for _, value in workload.params)
     return (workload.batch, workload.heads, workload.kv_heads, workload.q_len, workload.k_len, *params)
+
+
+class _Sizes:
+    """`_sizes` of records' workloads, each read once: records share them, and ranking asks six times."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Workload, tuple[float, ...]]] = {}
+
+    def __call__(self, record: Record) -> tuple[float, ...]:
+        workload = record.workload
+        known = self._known.get(id(workload))
+        if known is None:  # the workload is kept too, so that its id stays its own
+            known = self._known[id(workload)] = (workload, _sizes(workload))
+        return known[1]
 
 
 def _size_distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:

@@ -457,7 +457,7 @@ def _record(row: Sequence[Any]) -> Record:
     reason, kernel_hash, flashgen, triton, torch, driver, admission, density, created_at = more
     record = Record(
         _target(arch, sm_count, shared, l2_mib, bandwidth, vendor, name),
-        Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, _pairs(params)),
+        _workload(spec, batch, heads, kv_heads, q_len, k_len, params),
         _config(family, config),
         Measurement(
             Status(status), median, low, high, passes, error, registers, spills, block, source, reason
@@ -485,6 +485,13 @@ def _target(*facts_and_name: Any) -> Target:
 @lru_cache(maxsize=4096)
 def _config(family: str, config_json: str) -> Config:
     return Config.from_json(family, form.checked(json.loads(config_json), form.CONFIG, "config"))
+
+
+@lru_cache(maxsize=4096)
+def _workload(
+    spec: str, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, params_json: str
+) -> Workload:
+    return Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, _pairs(params_json))
 
 
 @lru_cache(maxsize=256)

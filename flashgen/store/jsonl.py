@@ -88,36 +88,35 @@ def check_record(record: Record) -> None:
     Raises:
         InvalidArgument: a record that could not be looked up, or not be read back as it is.
     """
-    _check_texts(tuple(_names(record).items()))
+    target, workload, versions = record.target, record.workload, record.versions
+    of_versions = (versions.flashgen, versions.triton, versions.torch, versions.driver)
+    of_kernel = (record.config.family, record.kernel_hash, record.admission)
+    _check_texts((target.name, target.vendor, *of_kernel, record.density, *of_versions))
     form.checked(record.created_at, form.Text(), "created_at")
-    shared = record.target.shared_per_block
+    shared = target.shared_per_block
     if shared % KIB:
         raise InvalidArgument(
-            f"target {record.target.key}: shared_per_block={shared} must be whole KiB, as its key shows it"
+            f"target {target.key}: shared_per_block={shared} must be whole KiB, as its key shows it"
         )
-    spec = record.workload.spec
+    spec = workload.spec
     rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
     wanted = [name for rule in rules for name, _ in rule.params]
-    given = [name for name, _ in record.workload.params]
+    given = [name for name, _ in workload.params]
     if given != wanted:
-        raise InvalidArgument(f"workload {record.workload.name} has parameters {given}, its spec {wanted}")
-    for name, value in record.workload.params:
+        raise InvalidArgument(f"workload {workload.name} has parameters {given}, its spec {wanted}")
+    for name, value in workload.params:
         if not math.isfinite(value):
-            raise InvalidArgument(f"workload {record.workload.name}: {name}={value} must be finite")
+            raise InvalidArgument(f"workload {workload.name}: {name}={value} must be finite")
+
+
+_TEXTS = ["target", "vendor", "family", "kernel_hash", "admission", "density", "flashgen", "triton", "torch", "driver"]
 
 
 @lru_cache(maxsize=4096)
-def _check_texts(named: tuple[tuple[str, str], ...]) -> None:
+def _check_texts(texts: tuple[str, ...]) -> None:
     """Remembered, for records share theirs: it was a third of the time of reading one."""
-    for name, text in named:
+    for name, text in zip(_TEXTS, texts, strict=True):
         form.checked(text, form.Text(), name)
-
-
-def _names(record: Record) -> dict[str, str]:
-    """Its texts that are shown, by name, but for the moment."""
-    named = {name: getattr(record, name) for name in ("kernel_hash", "admission", "density")}
-    target = {"target": record.target.name, "vendor": record.target.vendor}
-    return named | target | {"family": record.config.family} | record.versions.to_json()
 
 
 def check_foreign(record: Record) -> None:
