@@ -241,7 +241,8 @@ def rank(
 
     def order(record: Record) -> tuple[object, ...]:
         sizes, config = sizes_of(record), record.config
-        return (*group(record), near[sizes][1], sizes, record.median_us, config.family, config.values)
+        measured = (sizes, record.median_us, config.family, config.values)
+        return (*group(record), near[sizes][1], *measured)
 
     chosen: dict[Config, Record] = {}
     winners: dict[str, Record] = {}
