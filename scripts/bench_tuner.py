@@ -30,9 +30,10 @@ from typing import Any
 
 from flashgen import api
 from flashgen.build.compile import toolchain
-from flashgen.build.device import device_count
+from flashgen.build.device import device_count, live_target
+from flashgen.build.driver import driver_version
 from flashgen.codegen.families import find_family
-from flashgen.measure.compile_pool import CompilePool
+from flashgen.measure.compile_pool import CompilePool, cores
 from flashgen.measure.peers import versions
 from flashgen.measure.worker import Worker
 from flashgen.spec import masks
@@ -264,7 +265,8 @@ def main() -> None:
         parser.error(f"no step {', '.join(unknown)}; known: {', '.join(STEPS)}")
     gpus = device_count()
     header = {
-        "gpu": "nvidia-h200" if not gpus else "",
+        "gpu": live_target().name if gpus else "none",
+        "driver": driver_version() if gpus else "",
         "versions": versions(),
         "command": shlex.join(["scripts/bench_tuner.py", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -272,8 +274,9 @@ def main() -> None:
     rows: list[Row] = []
     for step in args.steps or [name for name, (_, needs) in STEPS.items() if gpus or not needs]:
         for row in STEPS[step][0]():
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            # Files of several commands are merged: each row says when and on what it was measured.
+            rows.append({**row, "run": header["date"], "gpu": header["gpu"], "cores": cores()})
+            print(json.dumps(rows[-1]), flush=True)
             if args.out:
                 _write(args.out, header, rows, args.merge)
 

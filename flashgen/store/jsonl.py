@@ -109,7 +109,8 @@ def check_record(record: Record) -> None:
             raise InvalidArgument(f"workload {workload.name}: {name}={value} must be finite")
 
 
-_TEXTS = ["target", "vendor", "family", "kernel_hash", "admission", "density", "flashgen", "triton", "torch", "driver"]
+_KERNEL_TEXTS = ("target", "vendor", "family", "kernel_hash", "admission", "density")
+_TEXTS = (*_KERNEL_TEXTS, "flashgen", "triton", "torch", "driver")
 
 
 @lru_cache(maxsize=4096)
