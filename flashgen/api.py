@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from flashgen.tune.plan import Plan
     from flashgen.tune.tuner import Progress, TuneResult
 
+SETTINGS.check()  # what a user calls first is found here
+
 MAX_DATABASES = 4
 """Record databases that are open at a time."""
 
@@ -619,6 +621,7 @@ def export(
         progress: called after each kernel: how many are compiled, of how many, and its name.
 
     Raises:
+        InvalidArgument: an unknown suite or target, or `out` is something else; nothing was compiled.
         NotTuned: a workload has no record on the target; all such are named.
         NoGPU: no target was given, and this machine has none.
         CompileFailed: a recorded kernel does not compile any more.
@@ -626,13 +629,14 @@ def export(
     """
     from flashgen.build.compile import toolchain
     from flashgen.bundle.manifest import BundledKernel
-    from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+    from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
     from flashgen.codegen.families import serving
     from flashgen.codegen.source import render
     from flashgen.errors import CompileFailed
     from flashgen.measure.compile_pool import CompilePool
     from flashgen.store.today import Staleness, current_hash
 
+    check_place(Path(out))  # before minutes of compiling
     to, workloads = _target(target), workloads_of(what)
     records: dict[Record, None] = {}
     kinds: dict[tuple[Any, ...], None] = {}

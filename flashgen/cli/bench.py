@@ -17,7 +17,7 @@ import click
 from flashgen.cli.options import Selection, workload_options
 from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
 from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
-from flashgen.settings import VERSION
+from flashgen.settings import VERSION, unwritable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,6 +96,8 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
+    if out and (why := unwritable(Path(out).absolute().parent)):  # before minutes of measuring
+        raise InvalidArgument(f"--out {out}: {why}; give another file")
     try:
         live_target(gpu)  # before anything else: is there such a GPU?
     except NoGPU as error:

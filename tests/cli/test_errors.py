@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from flashgen.build.device import device_count
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 
+ROOT = Path(__file__).parent.parent.parent
 H200 = ["--target", "nvidia-h200"]
 
 WRONG = [
@@ -44,6 +48,7 @@ WRONG = [
     (["verify", "/nowhere/at/all"], USAGE, ["/nowhere/at/all", "does not exist"]),
     (["bench", "--suite", "ci", "--impls", "flashgen,magic"], USAGE, ["'magic'", "cudnn", "fa4"]),
     (["bench", "--suite", "ci", "--merge"], USAGE, ["--merge", "--out"]),
+    (["bench", "--suite", "ci", "--out", f"{__file__}/X"], USAGE, ["--out", "test_errors.py is no folder"]),
 ]
 
 
@@ -150,6 +155,37 @@ def test_an_export_without_records_says_how_to_tune_just_that() -> None:
     assert given["target"] == "nvidia-h200" and given["url"] == "my records.db"
     assert (given["head_dim"], given["seq"], given["mask"]) == (40, (128, 64), (mask, other))
     assert done.exit_code == USAGE
+
+
+def in_a_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+def test_a_setting_that_is_not_allowed_is_one_line_and_a_finding() -> None:
+    told = "FLASHGEN_ON_MISS='x' is not a miss policy; allowed: default, tune, record, error. "
+    command = "from flashgen.cli.main import main; main({}, prog_name='flashgen')"
+
+    done = in_a_process(command.format(["explain", *H200, "--suite", "ci"]), FLASHGEN_ON_MISS="x")
+    assert (done.returncode, done.stdout) == (USAGE, "")
+    assert done.stderr.startswith(f"Error: {told}") and len(done.stderr.splitlines()) == 1
+
+    done = in_a_process(command.format(["doctor", "--json"]), FLASHGEN_ON_MISS="x")
+    assert (done.returncode, done.stderr) == (FAILED, "")
+    found = [each for each in json.loads(done.stdout)["findings"] if each["state"] == "error"]
+    assert [(each["name"], each["advice"]) for each in found] == [
+        ("FLASHGEN_ON_MISS", "correct FLASHGEN_ON_MISS or unset it")
+    ]
+
+    done = in_a_process("import flashgen; flashgen.attention", FLASHGEN_ON_MISS="x")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"flashgen.errors.InvalidArgument: {told}")
 
 
 def test_a_file_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
