@@ -365,6 +365,8 @@ def explain(
         return explanations.explain_without_kernel(call, why)
     if _differentiated(q, k, v):
         return explanations.explain_without_kernel(call, "a gradient is needed, and no kernel gives one yet")
+    if call.empty:
+        return Explanation.of_nothing(explanations.describe_call(call), str(q.device))
     if not q.is_cuda:
         return explanations.explain_without_kernel(
             call, f"kernels run on CUDA, the tensors are on {q.device}", "the reference in float32"

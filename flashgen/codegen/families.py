@@ -27,8 +27,9 @@ class Shared:
 class Family:
     """A kernel template and its search space.
 
-    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text. Each
-    constraint stands in one of them and nowhere else: search, dispatcher and tests call these.
+    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text; whoever tells
+    it names the config before it. Each constraint stands in one of them and nowhere else: search, dispatcher
+    and tests call these.
     """
 
     name: str
@@ -88,11 +89,11 @@ class Family:
     def fits(self, config: Config, spec: AttentionSpec, target: Target) -> str:
         """Why a config cannot run on a target; decided before anything is compiled."""
         if config["loads"] == "tma" and not target.has_tma:
-            return f"tensor descriptors need sm_90 or newer, not sm_{target.arch}"
+            return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
         needed = self.shared_bytes(config, spec, target).least
         if needed > target.shared_per_block:
             return (
-                f"{config.name} needs at least {needed / KIB:.0f} KB of shared memory a block, "
+                f"needs at least {needed / KIB:.0f} KB of shared memory a block, "
                 f"{target.name or target.key} has {target.shared_per_block / KIB:.0f} KB"
             )
         return ""
@@ -104,9 +105,7 @@ class Family:
     def admits(self, config: Config, facts: CallFacts) -> str:
         """Why a call of this kind cannot be served by a config."""
         if config["loads"] == "tma" and not facts.tma:
-            return (
-                f"{config.name} loads by descriptor, which cannot express the call's {facts.access} tensors"
-            )
+            return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
         return ""
 
     def space(self, spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
@@ -125,10 +124,10 @@ class Family:
             reason = self.fits(config, spec, target) or self.admits(config, facts)
             most = self.shared_bytes(config, spec, target).most
             if not reason and most > target.shared_per_block:
-                reason = f"{config.name} may need {most / KIB:.0f} KB of shared memory a block"
+                reason = f"may need {most / KIB:.0f} KB of shared memory a block"
             if not reason:
                 return config
-            reasons.append(reason)
+            reasons.append(f"{config.name}: {reason}")
         raise DoesNotFit(f"no default config of {self.name} fits; tried:\n  " + "\n  ".join(reasons))
 
 

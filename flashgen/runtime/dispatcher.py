@@ -28,7 +28,7 @@ from flashgen.runtime.checks import (
     fp32_precision,
     operand_axes,
 )
-from flashgen.runtime.explain import Explanation, describe_call, explained
+from flashgen.runtime.explain import Explanation, describe_call, describe_workload, explained
 from flashgen.runtime.misses import MissLog
 from flashgen.runtime.policy import (
     Decision,
@@ -427,6 +427,9 @@ class Dispatcher:
         """Loads and remembers what serves a workload's calls of one kind, without a call."""
         request = Request(workload, facts, self._target_of(device), device)
         key = self._key_of(request)
+        if workload.empty:
+            self._remember(key, Plan(None, torch_path.empty_result))
+            return Explanation.of_nothing(describe_workload(workload), request.target.describe())
         with self._lock:
             decision, _, tune = self._settle(key, request)
         if tune:
@@ -459,7 +462,7 @@ class Dispatcher:
     def explain(self, call: Call, device: int) -> Explanation:
         """What a call would run and why: loads what it would load, launches nothing, tunes nothing."""
         if call.empty:
-            return Explanation(describe_call(call), str(call.q.device), "nothing: no key or no output", ())
+            return Explanation.of_nothing(describe_call(call), str(call.q.device))
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
         out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v)
         values, tensors = call.mask.values, call.mask.tensors

@@ -74,7 +74,7 @@ def test_c15_a_default_fits_every_spec_on_every_target(target) -> None:  # type:
 
 def test_c15_refusal_lists_what_was_tried() -> None:
     tiny = replace(H200, shared_per_block=4 * 1024)
-    with pytest.raises(DoesNotFit, match=r"tried:\n.*m128n64w4s2_tma_heads needs at least 96 KB"):
+    with pytest.raises(DoesNotFit, match=r"tried:\n.*m128n64w4s2_tma_heads: needs at least 96 KB"):
         FAMILY.default(SPEC, tiny, CallFacts())
 
 
@@ -89,6 +89,13 @@ def test_admits_by_call_facts() -> None:
     assert FAMILY.admits(tma, CallFacts()) == "" == FAMILY.admits(pointer, CallFacts("strided", tma=False))
     assert "descriptor" in FAMILY.admits(tma, CallFacts("unit", tma=False))
     assert (FAMILY.admission(tma), FAMILY.admission(pointer)) == ("tma", "any")
+
+
+def test_a_reason_leaves_the_configs_name_to_whoever_tells_it() -> None:
+    a100, unaligned = TARGETS["nvidia-a100"], CallFacts("unit", tma=False)
+    for config in FAMILY.all_configs():
+        for reason in (FAMILY.fits(config, SPEC, a100), FAMILY.admits(config, unaligned)):
+            assert config.name not in reason
 
 
 def test_serving_gives_reasons() -> None:
