@@ -38,6 +38,9 @@ class Explanation:
         """A call without keys, or without an output element: its result is filled in."""
         return cls(subject, where, "nothing: no key or no output", ())
 
+    def __repr__(self) -> str:
+        return f"<Explanation: runs {self.runs} on {self.where}; print it for the steps>"
+
     def __str__(self) -> str:
         marks = {"accepted": "+", "rejected": "-", "not reached": " "}
         wide = max((len(step.source) for step in self.steps), default=0)
