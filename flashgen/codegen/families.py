@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
-from flashgen.spec.config import Config, Value
+from flashgen.spec.config import SHORT_NAMES, Config, Value
+from flashgen.spec.form import shown
 from flashgen.spec.target import KIB, Target
 
 
@@ -65,12 +67,26 @@ class Family:
         return ""
 
     def find(self, name: str) -> Config:
-        """The config of a short name such as `m128n64w4s2_tma_heads`."""
-        for config in self.all_configs():
-            if config.name == name:
-                return config
-        example = self.all_configs()[0].name
-        raise InvalidArgument(f"{self.name} has no config {name!r}; a name reads like {example}")
+        """The config of a short name such as `m128n64w4s2_tma_heads`.
+
+        Raises:
+            InvalidArgument: it reads otherwise, or a part of it is out of range, which is named.
+        """
+        numbers = "".join(
+            rf"{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}})"
+            for each, _ in self.tunables
+            if SHORT_NAMES[each]
+        )
+        words = "".join(rf"_(?P<{each}>[a-z]+)" for each, _ in self.tunables if not SHORT_NAMES[each])
+        read = re.fullmatch(numbers + words, name)
+        if read is None:
+            example = self.all_configs()[0].name
+            raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {example}")
+        values = {each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items()}
+        try:
+            return self.config(**values)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"no config {shown(name)}: {error}") from None
 
     def all_configs(self) -> tuple[Config, ...]:
         """The whole space, whatever fits."""

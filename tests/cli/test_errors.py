@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -39,6 +40,18 @@ WRONG = [
     (["tune", *H200, "--misses", "--suite", "ci"], USAGE, ["--misses", "leave out"]),
     (["tune", *H200, "--misses"], USAGE, ["no missed shape", "FLASHGEN_ON_MISS=record"]),
     (["show", *H200, "--config", "fast"], USAGE, ["no config 'fast'", "m16n32w4s1_tma_heads"]),
+    (
+        ["show", *H200, "--config", "m128n128w8s9_tma_heads"],
+        USAGE,
+        ["no config 'm128n128w8s9_tma_heads'", "num_stages=9", "allowed: 1, 2, 3, 4"],
+    ),
+    (["show", *H200, "--config", "m128n128w8s2_tma_both"], USAGE, ["order='both'", "allowed: heads, rows"]),
+    (["show", *H200, "--ptx", "--sass"], USAGE, ["--ptx, --sass", "all but one"]),
+    (
+        ["show", *H200, "--config", "best", "--diff", "best", "default"],
+        USAGE,
+        ["--diff names both configs", "--config"],
+    ),
     (["show", "--target", "nvidia-a100", "--config", "m128n64w4s2_tma_heads"], USAGE, ["sm_90", "sm_80"]),
     (["show", "--arch", "70"], USAGE, ["unknown arch 70", "80", "120"]),
     (["show", "--arch", "80", *H200], USAGE, ["--arch", "leave"]),
@@ -138,9 +151,27 @@ def test_commands_that_only_look_take_a_gpu_and_say_which(command: str) -> None:
 
 def test_an_architecture_is_one_of_its_gpus_and_says_which() -> None:
     done = CliRunner().invoke(main, ["show", "--arch", "90", "--suite", "ci"], prog_name="flashgen")
-    assert done.stderr == (
-        "this is for nvidia-h100-pcie; --target chooses another of sm_90: nvidia-h100, nvidia-h200\n"
+    assert done.stderr.splitlines()[0] == (
+        "this is for nvidia-h100-pcie; --target chooses another of sm_90: nvidia-h100, nvidia-h200"
     )
+
+
+def test_show_says_what_it_shows() -> None:
+    def told(*words: str) -> list[str]:
+        done = CliRunner().invoke(main, ["show", *H200, *words], prog_name="flashgen")
+        assert done.exit_code == 0 and done.stdout.startswith('"""Attention forward')
+        return done.stderr.splitlines()
+
+    best, which = told("--suite", "llama3-8b")
+    assert re.fullmatch(r"showing m\S+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best)
+    assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
+    sizes = ["--head-dim", "40", "--seq", "64"]
+    untuned = told(*sizes)
+    assert untuned[0].endswith(", the family's default: no tuned record serves this")
+    assert untuned[1].startswith("for b256h32kv32q64k64 of [") and untuned[1].endswith("]")
+    assert told(*sizes, "--config", "default")[0].endswith(", the family's default")
+    name = "m64n64w4s2_pointer_heads"
+    assert told(*sizes, "--config", name)[0] == f"showing {name}, as asked"
 
 
 def test_an_export_without_records_says_how_to_tune_just_that() -> None:
