@@ -43,7 +43,10 @@ class Settings:
     )
     target: str = field(
         default="",
-        metadata={"env": "FLASHGEN_TARGET", "help": "pretend to be this GPU (offline work), see `doctor`"},
+        metadata={
+            "env": "FLASHGEN_TARGET",
+            "help": "pretend to be this GPU (offline work): a name that --target lists",
+        },
     )
 
     @classmethod
