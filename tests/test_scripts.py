@@ -146,6 +146,13 @@ def test_setup_beside_cuda_from_an_activated_environment_finds_the_hosts_torch(
     assert bash(script, cwd=tmp_path, PATH=path, PIP_NO_INDEX="1").stderr == ""
 
 
+def test_a_step_of_the_demo_by_hand_says_what_must_come_first(tmp_path: Path) -> None:
+    step = f"{sys.executable} scripts/demo.py interpret"
+    assert "TRITON_INTERPRET=1 python scripts/demo.py interpret" in bash(step, code=1).stderr
+    told = bash(step, code=1, TRITON_INTERPRET="1", FLASHGEN_DB=str(tmp_path / "none.db")).stderr
+    assert "run ./scripts/demo first" in told and "Traceback" not in told
+
+
 def test_an_old_python_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "python"
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.8.1" && exit 0\nexit 1\n')
