@@ -128,8 +128,8 @@ class Dispatcher:
         """How many misses were resolved."""
         self.set_on_miss(on_miss)
 
-    # The hot path. Host time on the GPU machine: rules and comparisons 2 us, output 4, environment and facts
-    # 3, key and look-up 1.5, launch 8; torch.nn.functional.scaled_dot_product_attention takes 24-30.
+    # The hot path. Host time: 17 us a call, of which environment and facts take 3 and the launch 6; torch's
+    # own scaled_dot_product_attention takes 20 (benchmarks/NOTES.md, the first of two machines).
 
     def attention(
         self,
