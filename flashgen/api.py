@@ -620,7 +620,7 @@ def export(
         out: a new or empty folder, or an older bundle, which is replaced.
         target: the GPU to pack for; by default this machine's.
         db: the record database, by default the user's.
-        progress: called after each kernel: how many are compiled, of how many, and its name.
+        progress: called after each kernel: how many are compiled, of how many, and what it is.
 
     Raises:
         InvalidArgument: an unknown suite or target, or `out` is something else; nothing was compiled.
@@ -660,15 +660,15 @@ def export(
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")
     with CompilePool(to, toolchain()) as pool:
         sources = [(render(spec, config, toolchain()), facts) for spec, config, facts in kinds]
-        compiled = [(source, pool.submit(source, facts)) for source, facts in sources]
+        compiled = [(source, facts, pool.submit(source, facts)) for source, facts in sources]
         kernels = []
-        for number, (source, future) in enumerate(compiled, 1):
+        for number, (source, facts, future) in enumerate(compiled, 1):
             answer = future.result()
             if answer.artifact is None:
                 assert answer.failure is not None
                 raise CompileFailed(f"{source.name}: {answer.failure.reason}")
             if progress is not None:
-                progress(number, len(compiled), source.name)
+                progress(number, len(compiled), f"{source.name}, {explanations.describe_facts(facts, to)}")
             kernels.append(BundledKernel(source.spec, source.config, source.text, answer.artifact))
     stale = list(filter(Staleness(current_hash), records))
     return write_bundle(tuple(records), kernels, Path(out), to, _versions(), stale)

@@ -153,7 +153,7 @@ class _Shown:
         if name == "default":
             config = families[0].default(workload.spec, target, facts)
             untuned = "" if asked == name else ": no tuned record serves this"
-            return cls(workload.spec, config, target, facts, f"the family's default{untuned}")
+            return cls(workload.spec, config, target, facts, f"default config{untuned}")
         problems = []
         for each in families:
             try:

@@ -167,9 +167,9 @@ def test_show_says_what_it_shows() -> None:
     assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
     sizes = ["--head-dim", "40", "--seq", "64"]
     untuned = told(*sizes)
-    assert untuned[0].endswith(", the family's default: no tuned record serves this")
+    assert untuned[0].endswith(", default config: no tuned record serves this")
     assert untuned[1].startswith("for b256h32kv32q64k64 of [") and untuned[1].endswith("]")
-    assert told(*sizes, "--config", "default")[0].endswith(", the family's default")
+    assert told(*sizes, "--config", "default")[0].endswith(", default config")
     name = "m64n64w4s2_pointer_heads"
     assert told(*sizes, "--config", name)[0] == f"showing {name}, as asked"
 

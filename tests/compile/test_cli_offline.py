@@ -166,6 +166,7 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     assert run_json("verify", bundle) == made
     told = run("export", *H200, "--suite", "ci", "--db", db, "--out", bundle).stderr.splitlines()
     assert [line.split()[1] for line in told] == [f"{n}/{len(told)}" for n in range(1, len(told) + 1)]
+    assert len({line.split(maxsplit=2)[2] for line in told}) == len(told), "a kernel's line is its own"
     cubin = next((bundle / "cubins").iterdir())
     content = bytearray(cubin.read_bytes())
     content[100] ^= 1
