@@ -102,6 +102,7 @@ def interpret() -> str:
     from flashgen.build.interpret import interpret as run
     from flashgen.codegen.source import render
     from flashgen.spec.attention import CallFacts
+    from flashgen.spec.rule import values_and_tensors
 
     worst = 0.0
     for workload in workloads():
@@ -110,9 +111,7 @@ def interpret() -> str:
             sys.exit(f"demo: no record of {workload.name}: run ./scripts/demo first{_with_its_database()}")
         inputs = make_inputs(workload, "cpu")
         out = torch.full_like(inputs.q, float("nan"))
-        rules = [bound for bound in (inputs.mask, inputs.score_mod) if bound is not None]
-        values = [value for bound in rules for value in bound.values]
-        tensors = [tensor for bound in rules for tensor in bound.tensors]
+        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
         env = flatten(inputs.q, inputs.k, inputs.v, out, None, inputs.scale, values, tensors, pointers=False)
         source = render(workload.spec, record.config, toolchain(interpret=True))
         run(source, CallFacts(), env)

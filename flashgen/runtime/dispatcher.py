@@ -42,6 +42,7 @@ from flashgen.settings import MISS_POLICIES
 from flashgen.spec.attention import CallFacts, Workload, length_code, number_code
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
+from flashgen.spec.rule import values_and_tensors
 from flashgen.spec.target import Target
 
 log = logging.getLogger("flashgen")
@@ -465,9 +466,7 @@ class Dispatcher:
             return Explanation.of_nothing(describe_call(call), str(call.q.device))
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
         out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v)
-        values, tensors = call.mask.values, call.mask.tensors
-        if call.score_mod is not None:
-            values, tensors = values + call.score_mod.values, tensors + call.score_mod.tensors
+        values, tensors = values_and_tensors(call.mask, call.score_mod)
         env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
         facts = FACTS[facts_code(env, call.q.itemsize, tensors)]
         target = self._target_of(device)

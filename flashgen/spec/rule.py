@@ -420,6 +420,13 @@ def combine(combined: Combined, left: Self, right: Self) -> Self:
     return type(left)(combined.rule, left.values + right.values, left.tensors + right.tensors)
 
 
+def values_and_tensors(*rules: Bound | None) -> tuple[tuple[int | float, ...], tuple[Any, ...]]:
+    """Of a call's rules, in the order that a launch takes them: the mask's, then the score rule's."""
+    there = [bound for bound in rules if bound is not None]
+    values = tuple(value for bound in there for value in bound.values)
+    return values, tuple(tensor for bound in there for tensor in bound.tensors)
+
+
 def operand_dtype(tensor: Any) -> str:
     """The dtype of a tensor as `Operand` spells it; empty for no tensor, or one that no rule reads."""
     return TORCH_DTYPES.get(str(getattr(tensor, "dtype", "")), "")
