@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen import settings
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from flashgen import integrations
     from flashgen.api import (
         attention,
@@ -67,11 +69,26 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
+def _tune() -> Any:
+    return importlib.import_module("flashgen.api").tune
+
+
 class _CallableTune(ModuleType):
-    """The package `flashgen.tune`, which is also the function `flashgen.tune(...)`."""
+    # The package `flashgen.tune`, which is also the function `flashgen.tune(...)`: help() of it shows the
+    # function's text and arguments.
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return importlib.import_module("flashgen.api").tune(*args, **named)
+        return _tune()(*args, **named)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return _tune().__doc__
+
+    @property
+    def __signature__(self) -> Signature:
+        import inspect
+
+        return inspect.signature(_tune())
 
 
 class _Root(ModuleType):

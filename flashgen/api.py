@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from flashgen.tune.simulate import Score, Simulation
     from flashgen.tune.tuner import Progress, TuneResult
 
+SETTINGS.check()  # what a user calls first is found here
+
 MAX_DATABASES = 4
 """Record databases that are open at a time."""
 
@@ -365,6 +367,8 @@ def explain(
         return explanations.explain_without_kernel(call, why)
     if _differentiated(q, k, v):
         return explanations.explain_without_kernel(call, "a gradient is needed, and no kernel gives one yet")
+    if call.empty:
+        return Explanation.of_nothing(explanations.describe_call(call), str(q.device))
     if not q.is_cuda:
         return explanations.explain_without_kernel(
             call, f"kernels run on CUDA, the tensors are on {q.device}", "the reference in float32"
@@ -711,9 +715,10 @@ def export(
         out: a new or empty folder, or an older bundle, which is replaced.
         target: the GPU to pack for; by default this machine's.
         db: the record database, by default the user's.
-        progress: called after each kernel: how many are compiled, of how many, and its name.
+        progress: called after each kernel: how many are compiled, of how many, and what it is.
 
     Raises:
+        InvalidArgument: an unknown suite or target, or `out` is something else; nothing was compiled.
         NotTuned: a workload has no record on the target; all such are named.
         NoGPU: no target was given, and this machine has none.
         CompileFailed: a recorded kernel does not compile any more.
@@ -721,13 +726,14 @@ def export(
     """
     from flashgen.build.compile import toolchain
     from flashgen.bundle.manifest import BundledKernel
-    from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+    from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
     from flashgen.codegen.families import serving
     from flashgen.codegen.source import render
     from flashgen.errors import CompileFailed
     from flashgen.measure.compile_pool import CompilePool
     from flashgen.store.today import Staleness, current_hash
 
+    check_place(Path(out))  # before minutes of compiling
     to, workloads = _target(target), workloads_of(what)
     records: dict[Record, None] = {}
     kinds: dict[tuple[Any, ...], None] = {}
@@ -749,15 +755,15 @@ def export(
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")
     with CompilePool(to, toolchain()) as pool:
         sources = [(render(spec, config, toolchain()), facts) for spec, config, facts in kinds]
-        compiled = [(source, pool.keep(source, facts)) for source, facts in sources]
+        compiled = [(source, facts, pool.keep(source, facts)) for source, facts in sources]
         kernels = []
-        for number, (source, future) in enumerate(compiled, 1):
+        for number, (source, facts, future) in enumerate(compiled, 1):
             answer = future.result()
             if answer.artifact is None:
                 assert answer.failure is not None
                 raise CompileFailed(f"{source.name}: {answer.failure.reason}")
             if progress is not None:
-                progress(number, len(compiled), source.name)
+                progress(number, len(compiled), f"{source.name}, {explanations.describe_facts(facts, to)}")
             kernels.append(BundledKernel(source.spec, source.config, source.text, answer.artifact))
     stale = list(filter(Staleness(current_hash), records))
     return write_bundle(tuple(records), kernels, Path(out), to, _versions(), stale)

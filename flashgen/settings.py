@@ -1,5 +1,6 @@
 """Every environment variable FlashGen reads, typed, in one place; read once, at import.
 
+Importing judges none of them, so that `flashgen doctor` can: `SETTINGS.check()` does, before any use.
 The hot path never looks at the environment: what it needs was copied out of `SETTINGS` before.
 """
 
@@ -42,20 +43,33 @@ class Settings:
     )
     target: str = field(
         default="",
-        metadata={"env": "FLASHGEN_TARGET", "help": "pretend to be this GPU (offline work), see `doctor`"},
+        metadata={
+            "env": "FLASHGEN_TARGET",
+            "help": "pretend to be this GPU (offline work): a name that --target lists",
+        },
     )
-
-    def __post_init__(self) -> None:
-        if self.on_miss not in MISS_POLICIES:
-            raise InvalidArgument(
-                f"FLASHGEN_ON_MISS={self.on_miss!r} is not a miss policy; allowed: {', '.join(MISS_POLICIES)}"
-            )
 
     @classmethod
     def from_environment(cls) -> Settings:
         """Reads each field's variable; unset or empty means the default."""
         given = {f.name: os.environ.get(f.metadata["env"], "") for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value})
+
+    def problems(self) -> dict[str, str]:
+        """What is wrong, by environment variable; names of targets are judged where one is looked up."""
+        if self.on_miss in MISS_POLICIES:
+            return {}
+        allowed = ", ".join(MISS_POLICIES)
+        return {"FLASHGEN_ON_MISS": f"{self.on_miss!r} is not a miss policy; allowed: {allowed}"}
+
+    def check(self) -> None:
+        """Asked by `flashgen.api` when it is imported, and by the command line before any command.
+
+        Raises:
+            InvalidArgument: a variable has a value that is not allowed.
+        """
+        for variable, problem in self.problems().items():
+            raise InvalidArgument(f"{variable}={problem}. Correct it or unset it; flashgen doctor shows all")
 
     @staticmethod
     def variables() -> list[tuple[str, str]]:
@@ -79,6 +93,14 @@ class Settings:
     def cache_dir(self) -> Path:
         """Where rendered sources and compiled kernels are kept; it may not exist or be writable."""
         return Path(self.cache).expanduser() if self.cache else _user_dir("cache")
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be made in a folder, which need not exist yet; empty where it can."""
+    at = next(each for each in (folder, *folder.absolute().parents) if each.exists() or each.is_symlink())
+    if not at.is_dir():
+        return f"{at} is no folder"
+    return "" if os.access(at, os.W_OK | os.X_OK) else f"{at} cannot be written"
 
 
 def data_folder(name: str) -> Path:

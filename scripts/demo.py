@@ -30,6 +30,9 @@ SHAPES = shlex.split("--head-dim 128 --heads 32 --kv-heads 8 --seq 1024 --seq 40
 """Tuned on a GPU: prefill of Llama 3 8B, 16384 tokens."""
 BUNDLE = "demo-results/demo.bundle"
 
+VARIABLES = ("FLASHGEN_DB", "FLASHGEN_CACHE")
+"""Where the demo keeps what it makes, so that nothing else is touched; scripts/demo sets both."""
+
 summary: list[tuple[str, str, float]] = []
 
 
@@ -65,6 +68,12 @@ def workloads() -> tuple[Workload, ...]:
     return api.workloads_of(SUITE[1])
 
 
+def _with_its_database() -> str:
+    """What is missing where a step is run by hand."""
+    told = ", with the two variables that it prints first"
+    return "" if all(os.environ.get(name) for name in VARIABLES) else told
+
+
 # The steps
 
 
@@ -93,16 +102,16 @@ def interpret() -> str:
     from flashgen.build.interpret import interpret as run
     from flashgen.codegen.source import render
     from flashgen.spec.attention import CallFacts
+    from flashgen.spec.rule import values_and_tensors
 
     worst = 0.0
     for workload in workloads():
         record = api.best_record(workload, OFFLINE)
-        assert record is not None, "the tuning left no record"
+        if record is None:
+            sys.exit(f"demo: no record of {workload.name}: run ./scripts/demo first{_with_its_database()}")
         inputs = make_inputs(workload, "cpu")
         out = torch.full_like(inputs.q, float("nan"))
-        rules = [bound for bound in (inputs.mask, inputs.score_mod) if bound is not None]
-        values = [value for bound in rules for value in bound.values]
-        tensors = [tensor for bound in rules for tensor in bound.tensors]
+        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
         env = flatten(inputs.q, inputs.k, inputs.v, out, None, inputs.scale, values, tensors, pointers=False)
         source = render(workload.spec, record.config, toolchain(interpret=True))
         run(source, CallFacts(), env)
@@ -179,9 +188,15 @@ def compare() -> str:
 def main() -> None:
     """Runs the steps for this machine and sums them up."""
     if sys.argv[1:] == ["interpret"]:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            sys.exit("demo: this step interprets: TRITON_INTERPRET=1 python scripts/demo.py interpret")
         print(interpret())
         return
     started = time.perf_counter()
+    print("Every command below can be repeated by hand after these:")
+    for name in VARIABLES:
+        print(f"$ export {name}={shlex.quote(os.environ.get(name, ''))}")
+    print("$ source .venv/bin/activate")
     if device_count():
         step("tune on this GPU", tune_here)
     else:

@@ -10,7 +10,8 @@
 # configured index. Elsewhere torch 2.13.0 is installed; pip takes its CPU build where an index or find-links
 # of its configuration has one.
 #
-# PYTHON chooses another interpreter than python3.
+# PYTHON chooses another interpreter than python3. One of these environments is never built on, nor on another
+# of them: where one is activated, the python3 behind it on the PATH is taken, so that activating changes nothing.
 
 cpu_torch=2.13.0
 cpu_pins=("torch==$cpu_torch" "triton==3.6.0" "numpy<2.4") # Triton 3.6's interpreter fails under numpy 2.4
@@ -18,8 +19,34 @@ cpu_pins=("torch==$cpu_torch" "triton==3.6.0" "numpy<2.4") # Triton 3.6's interp
 setup_base() {
   setup_python=${PYTHON:-python3}
   command -v "$setup_python" >/dev/null || setup_fail "no $setup_python on the PATH; install Python 3.10 or newer, or set PYTHON"
+  if setup_is_ours "$(dirname "$(command -v "$setup_python")")"; then setup_step_out; fi
   "$setup_python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     setup_fail "$setup_python is $("$setup_python" -V 2>&1); FlashGen needs Python 3.10 or newer, set PYTHON to one"
+}
+
+# Whether a folder is the bin of an environment that is made here.
+setup_is_ours() { # FOLDER
+  local dir
+  for dir in .venv .venv-triton*; do
+    [ "$1" -ef "$dir/bin" ] && return
+  done
+  return 1
+}
+
+# Takes the interpreter of the same name from the rest of the PATH, else python3, else the one that the
+# environment was made with.
+setup_step_out() {
+  local folders folder name
+  IFS=: read -r -a folders <<<"$PATH"
+  for name in "$(basename "$setup_python")" python3; do
+    for folder in "${folders[@]}"; do
+      if [ -f "$folder/$name" ] && [ -x "$folder/$name" ] && ! setup_is_ours "$folder"; then
+        setup_python=$folder/$name
+        return
+      fi
+    done
+  done
+  setup_python=$("$setup_python" -c 'import sys; print(sys._base_executable)')
 }
 
 setup_fail() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_a_call_loads_no_compiler_database_or_tuner(code: str) -> None:
 def test_every_public_name_is_there() -> None:
     code = "import flashgen\nfor name in flashgen.__all__: assert getattr(flashgen, name) is not None, name"
     heavy(code, OFFLINE)
+
+
+def test_help_on_tune_is_that_of_the_function() -> None:
+    import flashgen
+    from flashgen import api
+
+    assert inspect.getdoc(flashgen.tune) == inspect.getdoc(api.tune)
+    assert inspect.signature(flashgen.tune) == inspect.signature(api.tune)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

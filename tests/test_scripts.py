@@ -111,6 +111,48 @@ def test_setup_beside_cuda_takes_missing_packages_from_wheels(cuda_python: Path,
     assert "not installed, .whl has no wheel: absent>=1" in told
 
 
+def environment_of_ours(folder: Path) -> None:
+    """An environment as `setup_make` makes it, that need not be good."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("name", [".venv", ".venv-triton39"])
+def test_an_activated_environment_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Neither what the environment depends on (its stamp) nor the Python that a new one is made with."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    environment_of_ours(tmp_path / name)
+    script = '. scripts/setup.sh; setup_base; command -v "$setup_python"; setup_stamp dev'
+    apart = bash(script, cwd=tmp_path, VIRTUAL_ENV="").stdout
+    assert str(tmp_path) not in apart.splitlines()[0]
+    assert bash(f". {name}/bin/activate; {script}", cwd=tmp_path).stdout == apart
+    for inside in (tmp_path / name / "bin" / "python", Path(name, "bin", "python3")):
+        assert str(tmp_path) not in bash(script, cwd=tmp_path, PYTHON=str(inside)).stdout.splitlines()[0]
+
+
+def test_setup_beside_cuda_from_an_activated_environment_finds_the_hosts_torch(
+    cuda_python: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / ".whl").mkdir()
+    environment_of_ours(tmp_path / ".venv")
+    script = 'set -euo pipefail; . .venv/bin/activate; . scripts/setup.sh; setup_venv; "$venv_python" -c '
+    script += "'import torch; print(torch.version.cuda, torch.__file__)'"
+    path = f"{cuda_python.parent}:{os.environ['PATH']}"
+    done = bash(script, cwd=tmp_path, PATH=path, PIP_NO_INDEX="1")
+    cuda, where = done.stdout.split()
+    assert cuda == "13.0" and Path(where).is_relative_to(cuda_python.parent.parent)
+    assert bash(script, cwd=tmp_path, PATH=path, PIP_NO_INDEX="1").stderr == ""
+
+
+def test_a_step_of_the_demo_by_hand_says_what_must_come_first(tmp_path: Path) -> None:
+    step = f"{sys.executable} scripts/demo.py interpret"
+    assert "TRITON_INTERPRET=1 python scripts/demo.py interpret" in bash(step, code=1).stderr
+    told = bash(step, code=1, TRITON_INTERPRET="1", FLASHGEN_DB=str(tmp_path / "none.db")).stderr
+    assert "run ./scripts/demo first" in told and "Traceback" not in told
+
+
 def test_an_old_python_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "python"
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.8.1" && exit 0\nexit 1\n')

@@ -81,6 +81,40 @@ def evaluate_rule(bound: Bound, env: Mapping[str, Any]) -> Any:
     return ex.evaluate(bound.rule.expr, {**env, **dict(own)}, TORCH_FUNCTIONS)
 
 
+def symbols(
+    rows: slice,
+    keys: slice,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    k_len: int,
+    device: torch.device,
+) -> dict[str, Tensor | int]:
+    """The symbols of rules but `score`, to broadcast over (batch, heads, rows, keys)."""
+    head = torch.arange(heads, device=device).view(-1, 1, 1)
+    return {
+        "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
+        "k_idx": torch.arange(keys.start, keys.stop, device=device),
+        "q_len": q_len,
+        "k_len": k_len,
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "head": head,
+        "kv_head": head // (heads // kv_heads),
+    }
+
+
+def ruled(scores: Tensor, mask: Mask | None, score_mod: ScoreMod | None, env: Mapping[str, Any]) -> Tensor:
+    """Scaled scores after the score rule and then the mask; -inf for what is not seen."""
+    if score_mod is not None:
+        changed = evaluate_rule(score_mod, {**env, "score": scores})
+        scores = on_device(changed, scores.device).to(scores.dtype).expand_as(scores)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~on_device(evaluate_rule(mask, env), scores.device), -math.inf)
+
+
 # The definition
 
 
@@ -123,12 +157,12 @@ def attention_reference(
     with without_autocast(q.device.type):
         for rows in _chunks(problem):
             scores = problem.scores(rows, keys)
-            maximum = _row_maximum(scores)
+            maximum = row_maximum(scores)
             weights = torch.exp2((scores - maximum) * math.log2(math.e))
             normaliser = weights.sum(-1, keepdim=True)
             if round_p_to is not None:
                 weights = weights.to(round_p_to).to(dtype)
-            output, lse = _finished(maximum, normaliser, problem.weighted_values(weights, keys))
+            output, lse = finished(maximum, normaliser, problem.weighted_values(weights, keys))
             outputs.append(output)
             lses.append(lse)
     output = torch.cat(outputs, 2)
@@ -186,28 +220,21 @@ class _Problem:
     def scores(self, rows: slice, keys: slice) -> Tensor:
         """Scores (batch, heads, rows, keys) after scale, score rule and mask; -inf for what is not seen."""
         batch, kv_heads, group = self.q.shape[:3]
-        device = self.q.device
         shape = (batch, kv_heads * group, rows.stop - rows.start, keys.stop - keys.start)
         # The group joins the rows, so that no copy of the keys is made for each head of a group.
         products = exact_product(self.q[:, :, :, rows].flatten(2, 3), self.k[:, :, keys].transpose(2, 3))
         scores = products.reshape(shape) * self.scale
-        head = torch.arange(kv_heads * group, device=device).view(-1, 1, 1)
-        env = {
-            "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
-            "k_idx": torch.arange(keys.start, keys.stop, device=device),
-            "q_len": self.q_len,
-            "k_len": self.k_len,
-            "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
-            "head": head,
-            "kv_head": head // group,
-        }
-        if self.score_mod is not None:
-            changed = evaluate_rule(self.score_mod, {**env, "score": scores})
-            scores = on_device(changed, device).to(scores.dtype).expand_as(scores)
-        if self.mask is not None:
-            keep = on_device(evaluate_rule(self.mask, env), device)
-            return scores.masked_fill(~keep, -math.inf)
-        return scores
+        env = symbols(
+            rows,
+            keys,
+            batch=batch,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            q_len=self.q_len,
+            k_len=self.k_len,
+            device=self.q.device,
+        )
+        return ruled(scores, self.mask, self.score_mod, env)
 
     def weighted_values(self, weights: Tensor, keys: slice) -> Tensor:
         """weights @ v with each head's own values; (batch, heads, rows, head_dim_v)."""
@@ -218,19 +245,23 @@ class _Problem:
         return product.reshape(batch, heads, rows, head_dim_v)
 
 
-def _row_maximum(scores: Tensor) -> Tensor:
+def row_maximum(scores: Tensor) -> Tensor:
     """The largest score of each row, 0 for a row of none: subtracting it leaves -inf alone, never NaN."""
     if scores.shape[-1] == 0:
         return scores.new_zeros((*scores.shape[:-1], 1))
     maximum = scores.detach().amax(-1, keepdim=True)
-    return torch.where(maximum == -math.inf, 0.0, maximum)
+    return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
-def _finished(maximum: Tensor, normaliser: Tensor, accumulator: Tensor) -> tuple[Tensor, Tensor]:
+def finished(maximum: Tensor, normaliser: Tensor, accumulator: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and natural LSE from the sums over all keys; of a row that sees none 0 and -inf, without a NaN
+    in the gradient either.
+    """
+    # Filled, not selected by torch.where: that copies its number from the host, see `on_device`.
     seen = normaliser > 0
     # Divide by 1 where nothing was seen: 0 / 0 would come back as NaN in the gradient, whatever is selected.
-    divisor = torch.where(seen, normaliser, 1.0)
-    lse = torch.where(seen, maximum + torch.log(divisor), -math.inf)
+    divisor = normaliser.masked_fill(~seen, 1.0)
+    lse = (maximum + torch.log(divisor)).masked_fill(~seen, -math.inf)
     return accumulator / divisor, lse.squeeze(-1)
 
 
@@ -305,6 +336,6 @@ def online_attention(
                 state.normaliser + weights.sum(-1, keepdim=True),
                 state.accumulator + problem.weighted_values(weights, slice(start, stop)),
             )
-    return _finished(
+    return finished(
         torch.where(state.maximum == -math.inf, 0.0, state.maximum), state.normaliser, state.accumulator
     )

@@ -23,6 +23,7 @@ from flashgen.bundle.manifest import (
     serves_any,
 )
 from flashgen.errors import BundleError, FlashGenError, InvalidArgument
+from flashgen.settings import unwritable
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.record import Record, Status, Versions
 from flashgen.spec.target import Target
@@ -74,7 +75,7 @@ def write_bundle(
     manifest, contents = _collect(tuple(records), tuple(kernels), target, versions, tuple(stale))
     folder: Path | None = None
     try:
-        _check_place(out)
+        check_place(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=_TEMPORARY))
         folder.chmod(0o755)  # mkdtemp's 0700 would keep others from reading the bundle
@@ -165,13 +166,33 @@ def _kind(facts: CallFacts) -> str:
     return "_".join([facts.access, *(["tma"] if facts.tma else []), *(["wide"] if facts.wide else [])])
 
 
-def _check_place(out: Path) -> None:
-    """A folder of somebody's is never replaced."""
+def check_place(out: Path) -> None:
+    """Whether a bundle can be written as `out`; asked before compiling for it, and at the end.
+
+    Raises:
+        InvalidArgument: it is something else than a new or empty folder or a bundle: a folder of somebody's
+            is never replaced.
+        BundleError: nothing can be made where it is to lie.
+    """
+    try:
+        _check_replaceable(out)
+        why = unwritable(out.absolute().parent)
+    except FlashGenError:
+        raise
+    except (OSError, ValueError) as error:  # the second: a name with NUL
+        why = str(error)
+    if why:
+        raise BundleError(f"cannot write the bundle {str(out)!r}: {why}; give another folder")
+
+
+def _check_replaceable(out: Path) -> None:
     if out.name in ("", ".."):
         raise InvalidArgument(
             f"out={str(out)!r} has no name of its own; give a folder such as bundles/llama3-8b"
         )
-    if not out.exists() and not out.is_symlink():
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
         return
     if out.is_dir() and not out.is_symlink() and (not any(out.iterdir()) or _is_bundle(out)):
         return

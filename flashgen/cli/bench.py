@@ -17,7 +17,7 @@ import click
 from flashgen.cli.options import Selection, workload_options
 from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
 from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
-from flashgen.settings import VERSION
+from flashgen.settings import VERSION, unwritable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +65,7 @@ SHAPE = (
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
 @click.option("--out", type=click.Path(dir_okay=False), help="Write the rows into this JSON file.")
-@click.option("--merge", is_flag=True, help="Keep the rows that the file of --out has.")
+@click.option("--merge", is_flag=True, help="Keep the rows of the file of --out, and how they were made.")
 @click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds for one shape.")
 @json_option
 @click.pass_context
@@ -96,6 +96,8 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
+    if out and (why := unwritable(Path(out).absolute().parent)):  # before minutes of measuring
+        raise InvalidArgument(f"--out {out}: {why}; give another file")
     try:
         live_target(gpu)  # before anything else: is there such a GPU?
     except NoGPU as error:
@@ -103,7 +105,10 @@ def bench(
             f"{error}\nbench measures: run it on a machine with the GPU that you want to know about"
         ) from error
     header = _header(gpu)
-    before = _read(Path(out), header) if out and merge and Path(out).exists() else []
+    earlier: list[dict[str, Any]] = []
+    before: list[dict[str, Any]] = []
+    if out and merge and Path(out).exists():
+        before, earlier = _read(Path(out), header)
     progress = console(stderr=True)
     results = []
     for number, workload in enumerate(workloads, 1):
@@ -111,7 +116,7 @@ def bench(
         results.append(_shape(workload, f"{header['date']}/{number}", gpu, names, passes, timeout))
         rows = _merged(before, [row for result in results for row in result.rows])
         if out:  # after each shape: an interrupted run keeps what it has
-            _write(Path(out), {"header": header, "rows": rows})
+            _write(Path(out), {"header": _merged_header(header, earlier, rows), "rows": rows})
     data = {
         "header": header,
         "rows": [row for result in results for row in result.rows],
@@ -321,13 +326,18 @@ def _header(gpu: int) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a file to merge with, whose GPU must be ours."""
+_OF_A_RUN = ("date", "command", "driver", "versions")
+
+
+def _read(path: Path, header: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of a file to merge with, whose GPU must be ours, and how its runs were made."""
     try:
         data = json.loads(path.read_text())
         rows, theirs = list(data["rows"]), data["header"]
         list(map(identity, rows))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        list(map(_date, rows))
+        runs = [{name: each[name] for name in _OF_A_RUN} for each in theirs.get("runs", [theirs])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(
             f"{path} cannot be merged with: it is no benchmark file ({type(error).__name__}: {error}); "
             "name another with --out, or leave --merge out to replace it"
@@ -336,7 +346,27 @@ def _read(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidArgument(
             f"{path} was measured on {theirs['gpu']}, this is {header['gpu']}; name another file with --out"
         )
-    return rows
+    return rows, runs
+
+
+def _date(row: Mapping[str, Any]) -> str:
+    """When the run of a row began, which is its header's date."""
+    date: str = row["run"].rpartition("/")[0]
+    return date
+
+
+def _merged_header(
+    header: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The header of a new run, and where rows of earlier ones are left, how each of the runs was made."""
+    new = {name: header[name] for name in _OF_A_RUN}
+    dates = set(map(_date, rows))
+    unknown = dates - {each["date"] for each in [*earlier, new]}  # of a file that was put together by hand
+    kept = [each for each in earlier if each["date"] in dates or unknown]
+    if not kept:
+        return dict(header)
+    runs = [*kept, new]
+    return {**header, "command": "; ".join(each["command"] for each in runs), "runs": runs}
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:

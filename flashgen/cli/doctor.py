@@ -15,7 +15,7 @@ import click
 
 from flashgen.cli.options import db_option
 from flashgen.cli.output import FAILED, Table, emit, json_option
-from flashgen.settings import SETTINGS, VERSION
+from flashgen.settings import SETTINGS, VERSION, data_folder, unwritable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,6 @@ def _gpu() -> Iterator[Finding]:
     from flashgen.build.device import current_target, device_count, live_target
     from flashgen.build.driver import driver
     from flashgen.errors import FlashGenError
-    from flashgen.settings import SETTINGS
 
     count = device_count()
     if not count:
@@ -177,14 +176,12 @@ def _records(section: str, records: list[Record], stale: int) -> Iterator[Findin
 
 
 def _folders() -> Iterator[Finding]:
-    from flashgen.settings import SETTINGS, data_folder
-
     cache = SETTINGS.cache_dir()
-    at = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    if not os.access(at, os.W_OK):
+    if why := unwritable(cache):
         advice = "every process compiles again; set FLASHGEN_CACHE to a folder that can be written"
-        yield Finding("folders", "cache", f"{cache} cannot be written", WARNING, advice)
+        yield Finding("folders", "cache", f"{cache}: {why}", WARNING, advice)
     else:
+        at = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
         free = shutil.disk_usage(at).free
         state = WARNING if free < 1 << 30 else OK
         yield Finding("folders", "cache", f"{cache}, {_size(cache)}, {free / 1e9:.0f} GB free", state)
@@ -201,8 +198,10 @@ def _size(folder: Path) -> str:
 
 
 def _settings() -> Iterator[Finding]:
-    from flashgen.settings import SETTINGS
-
+    problems = SETTINGS.problems()
     for variable, text in SETTINGS.variables():
         value = os.environ.get(variable, "")
+        if variable in problems:
+            yield Finding("settings", variable, problems[variable], ERROR, f"correct {variable} or unset it")
+            continue
         yield Finding("settings", variable, f"{value or 'not set'}  ({text})", OK if value else NOTE)

@@ -18,7 +18,7 @@ from flashgen.cli.show import show
 from flashgen.cli.simulate import simulate
 from flashgen.cli.tune import tune
 from flashgen.cli.verify import verify
-from flashgen.settings import VERSION
+from flashgen.settings import SETTINGS, VERSION
 
 COMMANDS = (tune, show, explain, bench, export, verify, simulate, db, doctor)
 
@@ -30,7 +30,8 @@ Exit codes: 0 done, 1 the work failed, 2 the command line asks for what does not
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="flashgen", message="%(prog)s %(version)s")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Finds, keeps and ships the fastest exact-attention kernels for your GPU.
 
     \b
@@ -40,6 +41,8 @@ def main() -> None:
       flashgen export --suite llama3-8b --out X    pack tuned kernels for other machines
       flashgen doctor                              is everything in order?
     """
+    if ctx.invoked_subcommand != doctor.name:  # which lists it among what else it finds
+        SETTINGS.check()
 
 
 for command in COMMANDS:

@@ -176,7 +176,7 @@ def db_option(function: F) -> F:
         "url",
         metavar="PATH|URL",
         callback=check,
-        help="The record database.  [default: FLASHGEN_DB]",
+        help="The record database.  [default: FLASHGEN_DB, else tuning.db in your data folder]",
     )(function)
 
 

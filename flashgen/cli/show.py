@@ -37,8 +37,8 @@ VIEWS = ("source", "ptx", "sass", "usage")
     "--config",
     "name",
     metavar="NAME",
-    default="best",
-    help="A config such as m128n64w4s2_tma_heads; `best` is the best record, else the default; or `default`.",
+    help="A config such as m128n64w4s2_tma_heads, or `best`, the best record, else the default; or `default`."
+    "  [default: best]",
 )
 @click.option("--diff", nargs=2, metavar="CONFIG CONFIG", help="Compare the kernels of two configs.")
 @click.option("--family", metavar="NAME", help="The kernel family, where several serve the workload.")
@@ -50,12 +50,10 @@ VIEWS = ("source", "ptx", "sass", "usage")
     help="The tensors of the call: aligned to 16 bytes, only unit innermost stride, or any strides.",
 )
 @click.option("--lse", is_flag=True, help="With the log-sum-exp as a second output.")
-@click.option(
-    "--source", "view", flag_value="source", default="source", help="Rendered Triton (the default)."
-)
-@click.option("--ptx", "view", flag_value="ptx", help="The compiler's PTX.")
-@click.option("--sass", "view", flag_value="sass", help="The machine code.")
-@click.option("--usage", "view", flag_value="usage", help="Registers, spills and shared memory.")
+@click.option("--source", is_flag=True, help="Rendered Triton (the default).")
+@click.option("--ptx", is_flag=True, help="The compiler's PTX.")
+@click.option("--sass", is_flag=True, help="The machine code.")
+@click.option("--usage", is_flag=True, help="Registers, spills and shared memory.")
 @db_option
 @json_option
 def show(
@@ -63,16 +61,18 @@ def show(
     gpu: int | None,
     target: str | None,
     arch: int | None,
-    name: str,
+    name: str | None,
     diff: tuple[str, str] | None,
     family: str | None,
     access: str,
     lse: bool,
-    view: str,
     url: str | None,
     as_json: bool,
+    **views: bool,
 ) -> None:
     """Shows a generated kernel. Works without a GPU.
+
+    Of several workloads the first is shown. Which kernel that is, and why this one, stands on stderr.
 
     \b
     Examples:
@@ -85,14 +85,21 @@ def show(
 
     from flashgen.spec.attention import CallFacts
 
+    view = _only([each for each in VIEWS if views[each]])
+    if diff and name is not None:
+        raise InvalidArgument("--diff names both configs: leave out --config, or leave out --diff")
     if arch is not None:
         target = _target_of_arch(arch, gpu, target)
     device = find_device_to_look_at(gpu, target).target
-    workload = (selection.workloads() if selection else selection.explicit())[0]
+    workload, *others = selection.workloads() if selection else selection.explicit()
+    several = f", 1 of {len(others) + 1} workloads" if others else ""
     workload = dataclasses.replace(workload, spec=dataclasses.replace(workload.spec, return_lse=lse))
     facts = CallFacts(access, tma=access == "aligned")
-    names = diff or (name,)
+    names = diff or (name or "best",)
     found = [_Shown.find(each, workload, device, facts, family, url) for each in names]
+    for each in found:
+        click.echo(f"showing {each.config.name}, {each.origin}", err=True)
+    click.echo(f"for {workload.name} of [{workload.spec.key}]{several}", err=True)
     if diff is None:
         emit(found[0].to_json(view), as_json, lambda out: found[0].print(view, out))
         return
@@ -131,6 +138,7 @@ class _Shown:
         """The kernel of a config's name; `best` and `default` are looked up."""
         from flashgen.codegen.families import find_family, serving
 
+        asked = name
         families = serving(workload.spec, target) if family is None else (find_family(family),)
         if name == "best":
             from flashgen.api import best_record
@@ -139,12 +147,13 @@ class _Shown:
             if record is not None and (family is None or record.config.family == family):
                 modelled = record.measurement.source == "model"
                 how = "ranked by a model" if modelled else f"{record.median_us:.1f} us"
-                chosen = f"best record, {how}"
+                chosen = f"best record: {how} at {record.workload.name}, {record.created_at[:10]}"
                 return cls(workload.spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":
             config = families[0].default(workload.spec, target, facts)
-            return cls(workload.spec, config, target, facts, "default config")
+            untuned = "" if asked == name else ": no tuned record serves this"
+            return cls(workload.spec, config, target, facts, f"default config{untuned}")
         problems = []
         for each in families:
             try:
@@ -211,6 +220,14 @@ class _Shown:
         for name, value in self.usage().items():
             rows.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
         rows.print(out)
+
+
+def _only(views: list[str]) -> str:
+    """The one view that was asked for."""
+    if len(views) > 1:
+        listed = ", ".join(f"--{each}" for each in views)
+        raise InvalidArgument(f"{listed} are different views of a kernel: leave out all but one")
+    return views[0] if views else VIEWS[0]
 
 
 def _target_of_arch(arch: int, gpu: int | None, target: str | None) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
-from flashgen.spec.config import Config, Value
+from flashgen.spec.config import SHORT_NAMES, Config, Value
+from flashgen.spec.form import shown
 from flashgen.spec.target import KIB, Target
 
 
@@ -27,8 +29,9 @@ class Shared:
 class Family:
     """A kernel template and its search space.
 
-    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text. Each
-    constraint stands in one of them and nowhere else: search, dispatcher and tests call these.
+    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text; whoever tells
+    it names the config before it. Each constraint stands in one of them and nowhere else: search, dispatcher
+    and tests call these.
     """
 
     name: str
@@ -64,12 +67,26 @@ class Family:
         return ""
 
     def find(self, name: str) -> Config:
-        """The config of a short name such as `m128n64w4s2_tma_heads`."""
-        for config in self.all_configs():
-            if config.name == name:
-                return config
-        example = self.all_configs()[0].name
-        raise InvalidArgument(f"{self.name} has no config {name!r}; a name reads like {example}")
+        """The config of a short name such as `m128n64w4s2_tma_heads`.
+
+        Raises:
+            InvalidArgument: it reads otherwise, or a part of it is out of range, which is named.
+        """
+        numbers = "".join(
+            rf"{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}})"
+            for each, _ in self.tunables
+            if SHORT_NAMES[each]
+        )
+        words = "".join(rf"_(?P<{each}>[a-z]+)" for each, _ in self.tunables if not SHORT_NAMES[each])
+        read = re.fullmatch(numbers + words, name)
+        if read is None:
+            example = self.all_configs()[0].name
+            raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {example}")
+        values = {each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items()}
+        try:
+            return self.config(**values)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"no config {shown(name)}: {error}") from None
 
     def all_configs(self) -> tuple[Config, ...]:
         """The whole space, whatever fits."""
@@ -88,11 +105,11 @@ class Family:
     def fits(self, config: Config, spec: AttentionSpec, target: Target) -> str:
         """Why a config cannot run on a target; decided before anything is compiled."""
         if config["loads"] == "tma" and not target.has_tma:
-            return f"tensor descriptors need sm_90 or newer, not sm_{target.arch}"
+            return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
         needed = self.shared_bytes(config, spec, target).least
         if needed > target.shared_per_block:
             return (
-                f"{config.name} needs at least {needed / KIB:.0f} KB of shared memory a block, "
+                f"needs at least {needed / KIB:.0f} KB of shared memory a block, "
                 f"{target.name or target.key} has {target.shared_per_block / KIB:.0f} KB"
             )
         return ""
@@ -104,9 +121,7 @@ class Family:
     def admits(self, config: Config, facts: CallFacts) -> str:
         """Why a call of this kind cannot be served by a config."""
         if config["loads"] == "tma" and not facts.tma:
-            return (
-                f"{config.name} loads by descriptor, which cannot express the call's {facts.access} tensors"
-            )
+            return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
         return ""
 
     def refuses(self, config: Config, spec: AttentionSpec, target: Target, facts: CallFacts) -> str:
@@ -133,10 +148,10 @@ class Family:
             reason = self.refuses(config, spec, target, facts)
             most = self.shared_bytes(config, spec, target).most
             if not reason and most > target.shared_per_block:
-                reason = f"{config.name} may need {most / KIB:.0f} KB of shared memory a block"
+                reason = f"may need {most / KIB:.0f} KB of shared memory a block"
             if not reason:
                 return config
-            reasons.append(reason)
+            reasons.append(f"{config.name}: {reason}")
         raise DoesNotFit(f"no default config of {self.name} fits; tried:\n  " + "\n  ".join(reasons))
 
 

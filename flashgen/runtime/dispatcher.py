@@ -28,7 +28,7 @@ from flashgen.runtime.checks import (
     fp32_precision,
     operand_axes,
 )
-from flashgen.runtime.explain import Explanation, describe_call, explained
+from flashgen.runtime.explain import Explanation, describe_call, describe_workload, explained
 from flashgen.runtime.misses import MissLog
 from flashgen.runtime.policy import (
     Decision,
@@ -42,6 +42,7 @@ from flashgen.settings import MISS_POLICIES
 from flashgen.spec.attention import CallFacts, Workload, length_code, number_code
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
+from flashgen.spec.rule import values_and_tensors
 from flashgen.spec.target import Target
 
 log = logging.getLogger("flashgen")
@@ -128,8 +129,8 @@ class Dispatcher:
         """How many misses were resolved."""
         self.set_on_miss(on_miss)
 
-    # The hot path. Host time on the GPU machine: rules and comparisons 2 us, output 4, environment and facts
-    # 3, key and look-up 1.5, launch 8; torch.nn.functional.scaled_dot_product_attention takes 24-30.
+    # The hot path. Host time: 17 us a call, of which environment and facts take 3 and the launch 6; torch's
+    # own scaled_dot_product_attention takes 20 (benchmarks/NOTES.md, the first of two machines).
 
     def attention(
         self,
@@ -427,6 +428,9 @@ class Dispatcher:
         """Loads and remembers what serves a workload's calls of one kind, without a call."""
         request = Request(workload, facts, self._target_of(device), device)
         key = self._key_of(request)
+        if workload.empty:
+            self._remember(key, Plan(None, torch_path.empty_result))
+            return Explanation.of_nothing(describe_workload(workload), request.target.describe())
         with self._lock:
             decision, _, tune = self._settle(key, request)
         if tune:
@@ -459,12 +463,10 @@ class Dispatcher:
     def explain(self, call: Call, device: int) -> Explanation:
         """What a call would run and why: loads what it would load, launches nothing, tunes nothing."""
         if call.empty:
-            return Explanation(describe_call(call), str(call.q.device), "nothing: no key or no output", ())
+            return Explanation.of_nothing(describe_call(call), str(call.q.device))
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
         out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v)
-        values, tensors = call.mask.values, call.mask.tensors
-        if call.score_mod is not None:
-            values, tensors = values + call.score_mod.values, tensors + call.score_mod.tensors
+        values, tensors = values_and_tensors(call.mask, call.score_mod)
         env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
         facts = FACTS[facts_code(env, call.q.itemsize, tensors)]
         target = self._target_of(device)

@@ -33,6 +33,14 @@ class Explanation:
         """A call that is decided before any kernel is looked for."""
         return cls(subject, where, runs, (Step(TORCH, runs, "accepted", why),))
 
+    @classmethod
+    def of_nothing(cls, subject: str, where: str) -> Explanation:
+        """A call without keys, or without an output element: its result is filled in."""
+        return cls(subject, where, "nothing: no key or no output", ())
+
+    def __repr__(self) -> str:
+        return f"<Explanation: runs {self.runs} on {self.where}; print it for the steps>"
+
     def __str__(self) -> str:
         marks = {"accepted": "+", "rejected": "-", "not reached": " "}
         wide = max((len(step.source) for step in self.steps), default=0)
@@ -66,7 +74,7 @@ def explained(request: Request, decision: Decision, subject: str = "", otherwise
     workload, target = request.workload, request.target
     return Explanation(
         subject or describe_workload(workload),
-        f"{target.describe()}, {describe_facts(request.facts)}",
+        f"{target.describe()}, {describe_facts(request.facts, target)}",
         decision.config.name if decision.config else otherwise,
         decision.steps,
         decision.config.family if decision.config else TORCH,
@@ -75,13 +83,16 @@ def explained(request: Request, decision: Decision, subject: str = "", otherwise
 
 def explain_workload(policy: Policy, workload: Workload, target: Target, facts: CallFacts) -> Explanation:
     """What a workload would run on a target, judged without a GPU: nothing is compiled or loaded."""
+    if workload.empty:
+        return Explanation.of_nothing(describe_workload(workload), target.describe())
     request = Request(workload, facts, target)
     return explained(request, policy.decide(request, loading=False))
 
 
-def describe_facts(facts: CallFacts) -> str:
-    """In words: `aligned tensors, tma`."""
-    extras = [word for word, holds in (("tma", facts.tma), ("64-bit offsets", facts.wide)) if holds]
+def describe_facts(facts: CallFacts, target: Target) -> str:
+    """In words: `aligned tensors, tma`; where a GPU has no descriptors, nothing is said of them."""
+    words = (("tma", facts.tma and target.has_tma), ("64-bit offsets", facts.wide))
+    extras = [word for word, holds in words if holds]
     return ", ".join([f"{facts.access} tensors", *extras])
 
 

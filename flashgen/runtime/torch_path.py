@@ -17,7 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flashgen.build.precision import without_autocast
-from flashgen.build.reference import attention_reference, evaluate_rule, on_device
+from flashgen.build.reference import (
+    attention_reference,
+    evaluate_rule,
+    finished,
+    on_device,
+    row_maximum,
+    ruled,
+    symbols,
+)
 from flashgen.runtime.checks import FULL, Call, transformed
 from flashgen.spec import masks
 
@@ -173,48 +181,35 @@ def visible(call: Call, rows: slice) -> Tensor:
 
 
 def _symbols(call: Call, rows: slice) -> dict[str, Tensor | int]:
-    """The symbols of rules, to broadcast over (batch, heads, rows, keys)."""
-    sizes, device = call.sizes, call.q.device
-    head = torch.arange(sizes.heads, device=device).view(-1, 1, 1)
-    return {
-        "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
-        "k_idx": torch.arange(sizes.k_len, device=device),
-        "q_len": sizes.q_len,
-        "k_len": sizes.k_len,
-        "batch": torch.arange(sizes.batch, device=device).view(-1, 1, 1, 1),
-        "head": head,
-        "kv_head": head // (sizes.heads // sizes.kv_heads),
-    }
+    """The symbols of rules for some rows and all keys."""
+    sizes = call.sizes
+    return symbols(
+        rows,
+        slice(0, sizes.k_len),
+        batch=sizes.batch,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        q_len=sizes.q_len,
+        k_len=sizes.k_len,
+        device=call.q.device,
+    )
 
 
 def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, q_len = q.shape[:3]
     k, v = k.float(), v.float()
+    mask = None if call.mask.rule.text == _FULL else call.mask
 
     def some_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         q = q[:, :, rows].float()
         grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], q.shape[2], q.shape[3])
         scores = (grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * call.scale
-        env = _symbols(call, rows)
-        if call.score_mod is not None:
-            changed = evaluate_rule(call.score_mod, {**env, "score": scores})
-            scores = on_device(changed, q.device).float().expand_as(scores)
-        if call.mask.rule.text != _FULL:
-            scores = scores.masked_fill(~visible(call, rows), -math.inf)
-        # The maximum of a row that sees nothing is replaced by 0, and its sum by 1 before anything divides
-        # by it: a NaN in a branch not taken would still reach the gradient.
-        maximum = scores.new_zeros((batch, heads, scores.shape[2], 1))
-        if scores.shape[-1]:
-            maximum = scores.detach().amax(-1, keepdim=True)
-            maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
+        scores = ruled(scores, mask, call.score_mod, _symbols(call, rows))
+        maximum = row_maximum(scores)
         weights = torch.exp(scores - maximum)
-        total = weights.sum(-1, keepdim=True)
-        seen = total > 0
-        total = total.masked_fill(~seen, 1.0)
-        weights = (weights / total).reshape(*grouped.shape[:4], k.shape[2])
-        out = (weights @ v[:, :, None]).flatten(1, 2)
-        lse = (maximum + torch.log(total)).masked_fill(~seen, -math.inf).squeeze(-1)
-        return out, lse
+        by_group = weights.reshape(*grouped.shape[:4], k.shape[2])
+        products = (by_group @ v[:, :, None]).flatten(1, 2)
+        return finished(maximum, weights.sum(-1, keepdim=True), products)
 
     step = max(1, CHUNK_SCORES // max(1, batch * heads * k.shape[2]))
     if torch.compiler.is_compiling() or step >= q_len:

@@ -199,6 +199,11 @@ class Workload:
         )
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no query, or no key. No kernel runs for such calls."""
+        return not self.q_len or not self.k_len
+
+    @property
     def name(self) -> str:
         """Short and readable: `b4h32kv8q4096k4096`."""
         params = "".join(f"_{name}{value:g}" for name, value in self.params)

@@ -20,7 +20,7 @@ UNLIMITED = 2**30
 """A window of at least this many keys reaches past every sequence, and is taken as None."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Mask(Bound):
     """A mask rule with its numbers and tensors; `&`, `|` and `~` combine masks.
 
@@ -100,7 +100,7 @@ def causal(align: str = "bottom_right") -> Mask:
         align: `bottom_right` lines up the last query with the last key, as decoding with a cache needs;
             `top_left` the first query with the first key. They differ when q_len != k_len.
     """
-    mask = _CAUSAL.get(align)
+    mask = _CAUSAL.get(align) if isinstance(align, str) else None
     if mask is None:
         raise InvalidArgument(f"align={shown(align)} must be 'bottom_right' or 'top_left'")
     return mask
@@ -149,7 +149,7 @@ def key_padding(keys: Any = "lengths") -> Mask:
     if rule is None or len(keys.shape) != _KEY_PADDING_RANK[dtype]:
         raise InvalidArgument(
             f"key_padding takes an int32 or int64 tensor (batch,) of key lengths or a bool tensor "
-            f"(batch, k_len), True for keys to keep; not {keys.dtype} of shape {tuple(keys.shape)}"
+            f"(batch, k_len), True for keys to keep; not {rules.told_operand(keys)}"
         )
     return Mask(rule, (), (keys,))
 

@@ -87,11 +87,11 @@ class Rule:
     operands: tuple[Operand, ...] = field(default=(), compare=False)
     name: str = field(default="", compare=False)
     """A short identifier that becomes part of the kernel's name."""
-    form: str = field(default="", compare=False, repr=False)
+    form: str = field(default="", compare=False)
     """How a person writes it, with `{}` for each parameter: `causal & sliding_window({}, {})`."""
     text: str = field(init=False)
     """The canonical text, declarations included; `Rule.parse` reads it back."""
-    _hash: int = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -122,6 +122,9 @@ class Rule:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        return f"<Rule {self.name}: {self.text}>"
 
     def __reduce__(self) -> tuple[Callable[..., Rule], tuple[str, ...]]:
         # Text hashes differ between processes, so a pickle must not carry the stored hash.
@@ -323,7 +326,7 @@ def _grouped(form: str, op: str) -> str:
 Self = TypeVar("Self", bound="Bound")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Bound:
     """A rule with what a call gives it: base of `Mask` and `ScoreMod`.
 
@@ -365,6 +368,9 @@ class Bound:
     def __str__(self) -> str:
         return self.describe()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.describe()}>"
+
     @property
     def missing(self) -> tuple[Operand, ...]:
         """The operands that have no tensor yet."""
@@ -387,11 +393,10 @@ class Bound:
                 f"{self.describe()} takes {len(operands)} tensors ({names}), not {len(tensors)}"
             )
         for operand, tensor in zip(operands, tensors, strict=True):
-            dtype, rank = operand_dtype(tensor), len(tensor.shape)
-            if (dtype, rank) != (operand.dtype, operand.rank):
+            if operand_dtype(tensor) != operand.dtype or len(tensor.shape) != operand.rank:
                 raise InvalidArgument(
                     f"{operand.name} of {self.describe()} is {operand.dtype} with {operand.rank} dimensions, "
-                    f"not {dtype} with {rank}; build the rule from this tensor instead"
+                    f"not {told_operand(tensor)}; build the rule from this tensor instead"
                 )
         return type(self)(self.rule, self.values, tensors)
 
@@ -415,13 +420,20 @@ def combine(combined: Combined, left: Self, right: Self) -> Self:
     return type(left)(combined.rule, left.values + right.values, left.tensors + right.tensors)
 
 
-def operand_dtype(tensor: Any) -> str:
-    """The dtype of a tensor as `Operand` spells it.
+def values_and_tensors(*rules: Bound | None) -> tuple[tuple[int | float, ...], tuple[Any, ...]]:
+    """Of a call's rules, in the order that a launch takes them: the mask's, then the score rule's."""
+    there = [bound for bound in rules if bound is not None]
+    values = tuple(value for bound in there for value in bound.values)
+    return values, tuple(tensor for bound in there for tensor in bound.tensors)
 
-    Raises:
-        InvalidArgument: it has no dtype, or one that no rule can read.
-    """
-    given = str(getattr(tensor, "dtype", type(tensor).__name__))
-    if given not in TORCH_DTYPES:
-        raise InvalidArgument(f"an operand is a tensor of {', '.join(TORCH_DTYPES)}, not {given}; convert it")
-    return TORCH_DTYPES[given]
+
+def operand_dtype(tensor: Any) -> str:
+    """The dtype of a tensor as `Operand` spells it; empty for no tensor, or one that no rule reads."""
+    return TORCH_DTYPES.get(str(getattr(tensor, "dtype", "")), "")
+
+
+def told_operand(given: Any) -> str:
+    """What was given in the place of an operand, for messages: a tensor by its dtype and shape."""
+    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
+        return shown(given)
+    return f"{given.dtype} of shape {tuple(given.shape)}"

@@ -22,7 +22,7 @@ MIN_CAP, MAX_CAP = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The normal numbers of float32, which the kernel receives."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScoreMod(Bound):
     """A score rule with its numbers and tensors."""
 
@@ -30,6 +30,8 @@ class ScoreMod(Bound):
 
     def then(self, other: ScoreMod) -> ScoreMod:
         """The rule that applies this one and then `other` to its result."""
+        if not isinstance(other, ScoreMod):
+            raise InvalidArgument(f"{shown(other)} is no score rule of flashgen.score_mods, to follow {self}")
         one, two = self.rule, other.rule
         composed = _composed(one.text, one.name, one.form, two.text, two.name, two.form)
         return rules.combine(composed, self, other)

@@ -161,7 +161,8 @@ def _open_server(url: URL, readonly: bool) -> Opened:
         engine = create_engine(url, pool_pre_ping=True)
     except ImportError as error:
         raise StoreError(
-            f"{where} needs the PostgreSQL driver ({error}); install it: pip install 'flashgen[postgres]'"
+            f"{where} needs the PostgreSQL driver ({error}); install it: "
+            "pip install 'psycopg[binary]'; in a checkout of FlashGen pip install '.[postgres]' does the same"
         ) from error
     try:
         with engine.connect() as connection:

@@ -21,7 +21,7 @@ from made import H200, SPEC, VERSIONS, config, kernels, record, records, with_ls
 from flashgen.build import device, launch
 from flashgen.bundle.load import Bundle, load_bundle, verify_bundle
 from flashgen.bundle.manifest import FORMAT, BundledKernel, _digest
-from flashgen.bundle.write import ANY_CALL, wanted, write_bundle
+from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
 from flashgen.cli.verify import verify
 from flashgen.codegen.abi import environment_names
 from flashgen.errors import BundleError, InvalidArgument, LaunchFailed, Unsupported
@@ -701,6 +701,22 @@ def test_a_place_that_cannot_be_written_is_an_error(
         assert not verify_bundle(name).ok
         with pytest.raises(BundleError):
             load_bundle(name)
+
+
+def test_a_place_where_nothing_can_be_made_is_an_error(
+    compiled: tuple[BundledKernel, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(BundleError, match=r"cannot write the bundle .*file is no folder; give another"):
+            check_place(place)
+        with pytest.raises(BundleError, match="is no folder"):
+            write_bundle(records(), compiled, place, H200, VERSIONS)
+    check_place(tmp_path / "deep" / "out")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(BundleError, match="cannot be written; give another folder"):
+        check_place(tmp_path / "deep" / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
 def test_c34_a_full_disk_leaves_nothing_and_keeps_the_old_bundle(

@@ -15,6 +15,7 @@ from flashgen.cli.options import Selection
 from flashgen.cli.output import console
 from flashgen.errors import InvalidArgument
 
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks"
 SMALL = Selection(head_dim=64, heads=4, kv_heads=2, batch=2, seq=(128,), mask=("causal",)).workloads()[0]
 
 
@@ -134,12 +135,51 @@ def test_the_file_is_read_back_and_guarded(tmp_path: Path) -> None:
     bench._write(path, {"header": header, "rows": rows})
     assert json.loads(path.read_text()) == {"header": header, "rows": rows}
     assert len([line for line in path.read_text().splitlines() if '"impl"' in line]) == 2
-    assert bench._read(path, header) == rows
+    assert bench._read(path, header) == (rows, [{name: header[name] for name in bench._OF_A_RUN}])
     with pytest.raises(InvalidArgument, match="measured on NVIDIA H200, this is NVIDIA A100"):
         bench._read(path, header | {"gpu": "NVIDIA A100"})
     path.write_text('{"rows": [{"impl": "flashgen"}]}')
     with pytest.raises(InvalidArgument, match="no benchmark file"):
         bench._read(path, header)
+
+
+def test_a_merged_file_says_how_each_of_its_runs_was_made(tmp_path: Path) -> None:
+    path, shape = tmp_path / "slice.json", {"q_len": 256, "k_len": 256}
+
+    def run(date: str, *rows: dict[str, Any]) -> dict[str, Any]:
+        """What a run at some time makes of the file."""
+        header = {
+            "gpu": "H200",
+            "driver": f"of {date}",
+            "versions": {},
+            "command": f"at {date}",
+            "date": date,
+        }
+        before, earlier = bench._read(path, header) if path.exists() else ([], [])
+        merged = bench._merged(before, list(rows))
+        made = bench._merged_header(header, earlier, merged)
+        bench._write(path, {"header": made, "rows": merged})
+        return made
+
+    assert "runs" not in run("d1", row("flashgen", "d1/1"), row("flashgen", "d1/2", **shape))
+    both = run("d2", row("flashgen", "d2/1"))
+    assert both["command"] == "at d1; at d2" and both["date"] == "d2"
+    assert [each["date"] for each in both["runs"]] == ["d1", "d2"]
+    assert both["runs"][0] == {"date": "d1", "command": "at d1", "driver": "of d1", "versions": {}}
+    three = run("d3", row("fa2", "d3/1"))
+    assert three["command"] == "at d1; at d2; at d3"
+    last = run("d4", row("flashgen", "d4/1", **shape))
+    assert [each["date"] for each in last["runs"]] == ["d2", "d3", "d4"], "no row of d1 is left"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("slice*.json")), ids=lambda path: path.name)
+def test_every_row_that_is_kept_in_git_has_the_command_of_its_run(path: Path) -> None:
+    data = json.loads(path.read_text())
+    header = data["header"]
+    runs = {run["date"]: run for run in header.get("runs", [header])}
+    assert {bench._date(row) for row in data["rows"]} == set(runs)
+    assert header["command"] == "; ".join(run["command"] for run in runs.values())
+    assert all(run.keys() == set(bench._OF_A_RUN) for run in header.get("runs", []))
 
 
 def test_the_table_has_rates_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:

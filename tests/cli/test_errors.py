@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from flashgen.build.device import device_count
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 
+ROOT = Path(__file__).parent.parent.parent
 H200 = ["--target", "nvidia-h200"]
 
 WRONG = [
@@ -36,6 +41,18 @@ WRONG = [
     (["tune", *H200, "--misses", "--suite", "ci"], USAGE, ["--misses", "leave out"]),
     (["tune", *H200, "--misses"], USAGE, ["no missed shape", "FLASHGEN_ON_MISS=record"]),
     (["show", *H200, "--config", "fast"], USAGE, ["no config 'fast'", "m16n32w4s1_tma_heads"]),
+    (
+        ["show", *H200, "--config", "m128n128w8s9_tma_heads"],
+        USAGE,
+        ["no config 'm128n128w8s9_tma_heads'", "num_stages=9", "allowed: 1, 2, 3, 4"],
+    ),
+    (["show", *H200, "--config", "m128n128w8s2_tma_both"], USAGE, ["order='both'", "allowed: heads, rows"]),
+    (["show", *H200, "--ptx", "--sass"], USAGE, ["--ptx, --sass", "all but one"]),
+    (
+        ["show", *H200, "--config", "best", "--diff", "best", "default"],
+        USAGE,
+        ["--diff names both configs", "--config"],
+    ),
     (["show", "--target", "nvidia-a100", "--config", "m128n64w4s2_tma_heads"], USAGE, ["sm_90", "sm_80"]),
     (["show", "--arch", "70"], USAGE, ["unknown arch 70", "80", "120"]),
     (["show", "--arch", "80", *H200], USAGE, ["--arch", "leave"]),
@@ -45,6 +62,7 @@ WRONG = [
     (["verify", "/nowhere/at/all"], USAGE, ["/nowhere/at/all", "does not exist"]),
     (["bench", "--suite", "ci", "--impls", "flashgen,magic"], USAGE, ["'magic'", "cudnn", "fa4"]),
     (["bench", "--suite", "ci", "--merge"], USAGE, ["--merge", "--out"]),
+    (["bench", "--suite", "ci", "--out", f"{__file__}/X"], USAGE, ["--out", "test_errors.py is no folder"]),
 ]
 
 
@@ -134,9 +152,27 @@ def test_commands_that_only_look_take_a_gpu_and_say_which(command: str) -> None:
 
 def test_an_architecture_is_one_of_its_gpus_and_says_which() -> None:
     done = CliRunner().invoke(main, ["show", "--arch", "90", "--suite", "ci"], prog_name="flashgen")
-    assert done.stderr == (
-        "this is for nvidia-h100-pcie; --target chooses another of sm_90: nvidia-h100, nvidia-h200\n"
+    assert done.stderr.splitlines()[0] == (
+        "this is for nvidia-h100-pcie; --target chooses another of sm_90: nvidia-h100, nvidia-h200"
     )
+
+
+def test_show_says_what_it_shows() -> None:
+    def told(*words: str) -> list[str]:
+        done = CliRunner().invoke(main, ["show", *H200, *words], prog_name="flashgen")
+        assert done.exit_code == 0 and done.stdout.startswith('"""Attention forward')
+        return done.stderr.splitlines()
+
+    best, which = told("--suite", "llama3-8b")
+    assert re.fullmatch(r"showing m\S+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best)
+    assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
+    sizes = ["--head-dim", "40", "--seq", "64"]
+    untuned = told(*sizes)
+    assert untuned[0].endswith(", default config: no tuned record serves this")
+    assert untuned[1].startswith("for b256h32kv32q64k64 of [") and untuned[1].endswith("]")
+    assert told(*sizes, "--config", "default")[0].endswith(", default config")
+    name = "m64n64w4s2_pointer_heads"
+    assert told(*sizes, "--config", name)[0] == f"showing {name}, as asked"
 
 
 def test_an_export_without_records_says_how_to_tune_just_that() -> None:
@@ -151,6 +187,37 @@ def test_an_export_without_records_says_how_to_tune_just_that() -> None:
     assert given["target"] == "nvidia-h200" and given["url"] == "my records.db"
     assert (given["head_dim"], given["seq"], given["mask"]) == (40, (128, 64), (mask, other))
     assert done.exit_code == USAGE
+
+
+def in_a_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+def test_a_setting_that_is_not_allowed_is_one_line_and_a_finding() -> None:
+    told = "FLASHGEN_ON_MISS='x' is not a miss policy; allowed: default, tune, record, error. "
+    command = "from flashgen.cli.main import main; main({}, prog_name='flashgen')"
+
+    done = in_a_process(command.format(["explain", *H200, "--suite", "ci"]), FLASHGEN_ON_MISS="x")
+    assert (done.returncode, done.stdout) == (USAGE, "")
+    assert done.stderr.startswith(f"Error: {told}") and len(done.stderr.splitlines()) == 1
+
+    done = in_a_process(command.format(["doctor", "--json"]), FLASHGEN_ON_MISS="x")
+    assert (done.returncode, done.stderr) == (FAILED, "")
+    found = [each for each in json.loads(done.stdout)["findings"] if each["state"] == "error"]
+    assert [(each["name"], each["advice"]) for each in found] == [
+        ("FLASHGEN_ON_MISS", "correct FLASHGEN_ON_MISS or unset it")
+    ]
+
+    done = in_a_process("import flashgen; flashgen.attention", FLASHGEN_ON_MISS="x")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"flashgen.errors.InvalidArgument: {told}")
 
 
 def test_a_file_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:

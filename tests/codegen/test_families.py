@@ -74,7 +74,7 @@ def test_c15_a_default_fits_every_spec_on_every_target(target) -> None:  # type:
 
 def test_c15_refusal_lists_what_was_tried() -> None:
     tiny = replace(H200, shared_per_block=4 * 1024)
-    with pytest.raises(DoesNotFit, match=r"tried:\n.*m128n64w4s2_tma_heads needs at least 96 KB"):
+    with pytest.raises(DoesNotFit, match=r"tried:\n.*m128n64w4s2_tma_heads: needs at least 96 KB"):
         FAMILY.default(SPEC, tiny, CallFacts())
 
 
@@ -99,6 +99,13 @@ def test_feasible_is_what_fits_and_admits() -> None:
     tma, large = FAMILY.find("m64n32w4s1_tma_heads"), FAMILY.find("m128n128w8s4_pointer_heads")
     assert "descriptor" in FAMILY.refuses(tma, SPEC, H200, strided)
     assert "shared memory" in FAMILY.refuses(large, SPEC, H200, strided)
+
+
+def test_a_reason_leaves_the_configs_name_to_whoever_tells_it() -> None:
+    a100, unaligned = TARGETS["nvidia-a100"], CallFacts("unit", tma=False)
+    for config in FAMILY.all_configs():
+        for reason in (FAMILY.fits(config, SPEC, a100), FAMILY.admits(config, unaligned)):
+            assert config.name not in reason
 
 
 def test_serving_gives_reasons() -> None:

@@ -77,6 +77,27 @@ def test_numbers_change_header_lines_only() -> None:
     assert len(changed) == 3  # BLOCK_M, LAUNCH, the function's name
 
 
+def test_comments_are_true_of_the_kernel_they_stand_in() -> None:
+    def comments(mask: str) -> str:
+        spec = AttentionSpec(64, 64, "bf16", masks.parse_mask(mask).rule)
+        text = source(spec, "m64n64w4s2_tma_heads").text
+        return "\n".join(line.strip() for line in text.splitlines() if line.strip().startswith("#"))
+
+    growing, whole, single = "they see the most keys", "kept by every row", "is asked of each"
+    for mask, first, second in (
+        ("full", "", whole),
+        ("causal", growing, whole),
+        ("sliding_window(5, 0)", "", whole),
+        ("key_padding", "", whole),
+        ('key_padding("keep")', "", single),
+        ("~full", "", "No row keeps any key"),
+    ):
+        told = comments(mask)
+        assert (growing in told) == bool(first), mask
+        assert second in told and ("full_lo" in told) == (second == whole), mask
+        assert "causal" not in told
+
+
 def test_hash_ignores_comments_docstrings_and_the_name() -> None:
     text = SAMPLES["causal"].text
     edited = text.replace('"""Attention forward', '"""Something else').replace("# Keys to visit", "# Visited")

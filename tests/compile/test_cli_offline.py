@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from flashgen.build.compile import toolchain
 from flashgen.cli.main import main
-from flashgen.cli.output import FAILED, INTERRUPTED
+from flashgen.cli.output import FAILED, INTERRUPTED, USAGE
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.spec.attention import AttentionSpec
@@ -166,6 +166,7 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     assert run_json("verify", bundle) == made
     told = run("export", *H200, "--suite", "ci", "--db", db, "--out", bundle).stderr.splitlines()
     assert [line.split()[1] for line in told] == [f"{n}/{len(told)}" for n in range(1, len(told) + 1)]
+    assert len({line.split(maxsplit=2)[2] for line in told}) == len(told), "a kernel's line is its own"
     cubin = next((bundle / "cubins").iterdir())
     content = bytearray(cubin.read_bytes())
     content[100] ^= 1
@@ -175,6 +176,21 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     assert [cubin.name in problem for problem in report["problems"]] == [True]
     printed = run("verify", bundle, code=FAILED).stdout
     assert "damaged" in printed and "1 problem:" in printed
+
+
+def test_a_folder_that_is_no_bundle_is_refused_before_anything_is_compiled(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiles(*_: object) -> None:
+        pytest.fail("something was compiled")
+
+    monkeypatch.setattr("flashgen.measure.compile_pool.CompilePool", compiles)
+    (tmp_path / "thesis.txt").write_text("mine")
+    options = ["export", *H200, "--suite", "ci", "--db", str(db), "--out"]
+    assert "exists and is not a FlashGen bundle" in run(*options, tmp_path, code=USAGE).stderr
+    told = run(*options, tmp_path / "thesis.txt" / "out", code=FAILED).stderr
+    assert "thesis.txt is no folder; give another folder" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_doctor_finds_a_healthy_database(db: Path) -> None:

@@ -23,8 +23,8 @@ def attention_fwd_d128_causal_bf16_lse_m128n64w4s2_tma_heads(
     LSE,
     heads, heads_per_kv, q_len, k_len, scale,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head. The last rows go first: they see the most keys,
+    # and the longest programs should not start last.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     start_m = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // row_tiles

@@ -22,8 +22,8 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
     heads, heads_per_kv, q_len, k_len, scale,
     mask_key_lengths, mask_key_lengths__stride_0,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head. The last rows go first: they see the most keys,
+    # and the longest programs should not start last.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     batch_heads = tl.num_programs(0) // row_tiles
     start_m = (row_tiles - 1 - tl.program_id(0) // batch_heads) * BLOCK_M

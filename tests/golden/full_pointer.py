@@ -21,8 +21,7 @@ def attention_fwd_d64_full_fp16_m64n64w4s3_pointer_rows(
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     heads, heads_per_kv, q_len, k_len, scale,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head; the last rows go first.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     batch_heads = tl.num_programs(0) // row_tiles
     start_m = (row_tiles - 1 - tl.program_id(0) // batch_heads) * BLOCK_M

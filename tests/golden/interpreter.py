@@ -28,8 +28,7 @@ def attention_fwd_d16_full_bf16_m16n32w4s1_tma_heads(
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     heads, heads_per_kv, q_len, k_len, scale,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head; the last rows go first.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     start_m = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // row_tiles

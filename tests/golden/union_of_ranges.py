@@ -24,8 +24,7 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
     heads, heads_per_kv, q_len, k_len, scale,
     mask_left, mask_right, mask_left_1, mask_right_1,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head; the last rows go first.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     start_m = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // row_tiles

@@ -32,8 +32,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
     mask_left, mask_right,
     score_cap,
 ):
-    # One program computes BLOCK_M query rows of one head. The last rows go first: under a causal mask
-    # they see the most keys, and the longest programs should not start last.
+    # One program computes BLOCK_M query rows of one head; the last rows go first.
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     start_m = (row_tiles - 1 - tl.program_id(0) % row_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // row_tiles

@@ -19,6 +19,7 @@ from flashgen.measure.check import Rig
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.masks import MASKS, Mask
+from flashgen.spec.rule import values_and_tensors
 from flashgen.spec.score_mods import ScoreMod
 
 FAMILY = FAMILIES["attention_fwd"]
@@ -46,12 +47,10 @@ class Call:
 
     def __init__(self, inputs: Inputs, spec: AttentionSpec, out: torch.Tensor, lse: torch.Tensor | None,
                  config: str = "") -> None:  # fmt: skip
-        rules = [rule for rule in (inputs.mask, inputs.score_mod) if rule is not None]
-        tensors = tuple(tensor for rule in rules for tensor in rule.tensors)
+        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
         self.env = flatten(
-            inputs.q, inputs.k, inputs.v, out, lse, inputs.scale,
-            tuple(value for rule in rules for value in rule.values), tensors, inputs.layout,
-        )  # fmt: skip
+            inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, inputs.layout
+        )
         self.facts = FACTS[facts_code(self.env, spec.itemsize, tensors)]
         target = current_target()
         chosen = FAMILY.find(config) if config else FAMILY.default(spec, target, self.facts)

@@ -15,6 +15,7 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.measure.check import Expected, Verdict
 from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.rule import values_and_tensors
 
 FAMILY = FAMILIES["attention_fwd"]
 ALIGNED: Final = CallFacts()
@@ -28,7 +29,7 @@ def run(
     q, v = inputs.bhsd(inputs.q), inputs.bhsd(inputs.v)
     out = torch.full((*inputs.q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:3], math.nan)
-    rules = [rule for rule in (inputs.mask, inputs.score_mod) if rule is not None]
+    values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
     env = flatten(
         inputs.q,
         inputs.k,
@@ -36,8 +37,8 @@ def run(
         out,
         lse,
         1 / math.sqrt(spec.head_dim) if inputs.scale is None else inputs.scale,
-        values=tuple(value for rule in rules for value in rule.values),
-        tensors=tuple(tensor for rule in rules for tensor in rule.tensors),
+        values=values,
+        tensors=tensors,
         layout=inputs.layout,
         pointers=False,
     )

@@ -13,6 +13,7 @@ import torch
 from dispatch_parts import LoadedKernel, Loads, Parts, Records, make, refused, tensors
 from sample_records import H200, config, record, workload
 
+import flashgen
 from flashgen.build.arguments import FACTS, flatten
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
@@ -25,11 +26,11 @@ from flashgen.errors import (
     StoreError,
 )
 from flashgen.runtime import dispatcher as module
-from flashgen.runtime.explain import Explanation
+from flashgen.runtime.explain import Explanation, explain_workload
 from flashgen.runtime.misses import read_misses
 from flashgen.runtime.policy import Request, Source
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import AttentionSpec, Workload
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -614,6 +615,21 @@ def test_a_warmed_key_is_the_calls_own_key(dtype: torch.dtype) -> None:
 
 
 # Nothing to compute
+
+
+@pytest.mark.parametrize("sizes", [(64, 0), (0, 64)])
+def test_an_empty_workload_is_explained_and_warmed_as_its_call_is_served(sizes: tuple[int, int]) -> None:
+    parts = make([record(conf=TMA)])
+    empty = replace(workload(64), q_len=sizes[0], k_len=sizes[1])
+    asked = explain_workload(parts.policy, empty, H200, CallFacts(tma=False))
+    q, k, v = tensors(q_len=sizes[0], k_len=sizes[1])
+    told = {asked.runs, explain(parts, q, k, v).runs, flashgen.explain(q, k, v).runs}
+    assert told == {"nothing: no key or no output"} and asked.steps == ()
+    facts = FACTS.index(CallFacts(tma=False))
+    assert parts.dispatcher.warm(empty, FACTS[facts], -1).runs in told
+    resolves = parts.dispatcher.resolves
+    assert not parts.call(q, k, v, CAUSAL).any()
+    assert parts.dispatcher.resolves == resolves and parts.loads.asked == []
 
 
 @pytest.mark.parametrize(

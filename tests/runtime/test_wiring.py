@@ -173,7 +173,7 @@ def test_explain_shows_every_step(database: str) -> None:
     assert lines[0] == (
         "attention, batch 2, heads 4 (2 of k and v), q_len 64, k_len 64, head_dim 32, fp16, mask causal"
     )
-    assert lines[1].startswith("on nvidia-l40s")
+    assert lines[1].startswith("on nvidia-l40s") and lines[1].endswith("aligned tensors")
     assert lines[-1].split() == ["torch", "not", "reached"]
     assert lines[2].startswith("runs m") and "pointer" in lines[2]  # no tensor descriptors before sm_90
     assert api.best_record(work, "nvidia-l40s", db=database) is None

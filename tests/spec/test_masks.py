@@ -286,3 +286,36 @@ def test_a_rule_is_no_larger_than_its_text_can_be_read_back():
     declared = ", ".join(f"{name}: i32" for name in names)
     with pytest.raises(InvalidArgument, match="a rule declares 33 names; at most 32"):
         Rule.parse("mask", f"{balanced([f'k_idx > {name}' for name in names])} where {declared}")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([10, 0], "not [10, 0]"),
+        (None, "not None"),
+        (torch.ones(2), "not torch.float32 of shape (2,)"),
+        (torch.ones(2, dtype=torch.float64), "not torch.float64 of shape (2,)"),
+        (torch.ones(2, 3, dtype=torch.int32), "not torch.int32 of shape (2, 3)"),
+    ],
+)
+def test_key_padding_says_what_it_takes_and_what_it_got(given, told):
+    with pytest.raises(InvalidArgument) as error:
+        key_padding(given)
+    assert str(error.value).startswith("key_padding takes an int32 or int64 tensor (batch,) of key lengths")
+    assert str(error.value).endswith(told)
+
+
+def test_what_is_no_operand_no_alignment_and_no_rule_is_said_to_be_so():
+    with pytest.raises(InvalidArgument, match=r"key_lengths of key_padding is i32 with 1 .*, not \[10, 0\];"):
+        key_padding().bind([10, 0])
+    with pytest.raises(InvalidArgument, match=r"align=\['top_left'\] must be 'bottom_right' or 'top_left'"):
+        causal(["top_left"])
+    with pytest.raises(InvalidArgument, match=r"'softcap' is no score rule .*, to follow softcap\(3.0\)"):
+        parse_score_mod("softcap(3.0)").then("softcap")
+
+
+def test_in_a_session_rules_show_themselves_as_a_person_writes_them():
+    assert repr(causal() & sliding_window(3, 0)) == "<Mask causal & sliding_window(3, 0)>"
+    assert repr(parse_score_mod("softcap(3.0)")) == "<ScoreMod softcap(3.0)>"
+    assert repr(causal().rule) == "<Rule causal: q_pos >= k_idx>"
+    assert len(repr(AttentionSpec(128, 128, "bf16", causal().rule))) < 300

@@ -154,7 +154,7 @@ def test_a_server_that_does_not_answer_is_an_error_without_the_password() -> Non
             error.value
         )
     else:
-        assert "install it: pip install 'flashgen[postgres]'" in str(error.value)
+        assert "install it: pip install 'psycopg[binary]'" in str(error.value)
     assert "secret" not in str(error.value)
 
 
