@@ -109,7 +109,7 @@ def test_a_budget_is_named() -> None:
     assert as_json(*words)["seconds"] == 60.0
     done = run(*words)
     assert "trials in about 1m00s, the budget is 1m00s" in done.stdout
-    assert "192 configs refused: tensor descriptors need sm_90 or newer, not sm_80" in done.stdout
+    assert "192 configs refused: loads by descriptor, which needs sm_90 or newer, not sm_80" in done.stdout
 
 
 def test_a_wrong_command_line_is_one_here_too() -> None:

@@ -158,8 +158,8 @@ def test_what_no_family_serves_is_told(store: TuningDB) -> None:
 def test_reasons_of_an_older_gpu(store: TuningDB) -> None:
     (study,) = asked(store, target=find_target("nvidia-a10")).studies
     half = len(landscape.FAMILY.all_configs()) // 2
-    assert next(iter(study.refused)) == "tensor descriptors need sm_90 or newer, not sm_86"
-    assert study.refused.pop("tensor descriptors need sm_90 or newer, not sm_86") == half
+    assert next(iter(study.refused)) == "loads by descriptor, which needs sm_90 or newer, not sm_86"
+    assert study.refused.pop("loads by descriptor, which needs sm_90 or newer, not sm_86") == half
     ((reason, times),) = study.refused.items()
     assert reason.startswith("needs at least ") and reason.endswith(", nvidia-a10 has 99 KB")
     assert times == half - study.feasible
