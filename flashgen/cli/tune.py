@@ -166,13 +166,17 @@ def _measured(workload: Workload, device: Device, url: str | None) -> Record | N
     return record if record.workload.bucket() == workload.bucket() else None
 
 
+FIGURES = 58
+"""Columns of a terminal that count, best config and time left take; the workload's name gets the rest."""
+
+
 class _Page:
     """The progress bar on standard error: trial, best so far, time left."""
 
-    def __init__(self, device: Device, workloads: int) -> None:
+    def __init__(self, device: Device, workloads: int, terminal: Console | None = None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._console = console(stderr=True)
+        self._console = terminal or console(stderr=True)
         gpus = f"GPU{'s' * (len(device.gpus) > 1)} {', '.join(map(str, device.gpus))}"
         how = "offline, ranked by a model" if device.index is None else f"measured on {gpus}"
         self._offline = device.index is None
@@ -203,6 +207,8 @@ class _Page:
         key = (progress.index, progress.family)
         if key not in self._tasks:
             title = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
+            room = self._console.width - FIGURES
+            title = title if len(title) <= room else f"{title[: max(room, 8) - 1]}…"
             self._tasks[key] = self._bars.add_task(title, total=progress.limit, best="", left="")
         best = progress.best
         time = "" if self._offline or best is None else f"{best.median_us:.1f} us "
@@ -210,7 +216,9 @@ class _Page:
         going = progress.left_s is not None and progress.trial < progress.limit
         left = f"{format_seconds(progress.left_s)} left" if going and progress.left_s is not None else ""
         task = self._tasks[key]
-        self._bars.update(task, completed=progress.trial, total=progress.limit, best=told, left=left)
+        # Records of earlier runs count too, and may be more than this run would take.
+        total = max(progress.limit, progress.trial)
+        self._bars.update(task, completed=progress.trial, total=total, best=told, left=left)
 
 
 def _show(

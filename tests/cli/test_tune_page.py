@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import landscape
 import pytest
+from rich.console import Console
 
 from flashgen.cli.options import Device
 from flashgen.cli.output import console
 from flashgen.cli.tune import _Page, _show
+from flashgen.spec.masks import causal, sliding_window
 from flashgen.tune.fleet import GpuReport
-from flashgen.tune.tuner import Summary, TuneResult
+from flashgen.tune.tuner import Progress, Summary, TuneResult
 
 WORKLOADS = [landscape.workload(q_len) for q_len in (4096, 2048, 1024)]
 RECORDS = landscape.records(WORKLOADS[0])
@@ -102,3 +105,18 @@ def test_the_page_names_its_gpus(
 
 def test_what_was_tried_and_wrong_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "none is right" in printed(capsys, replace(UNTRIED, trials=4, outcomes={"WRONG": 4}))[3]
+
+
+def test_a_narrow_terminal_keeps_count_and_time_left() -> None:
+    """And a run that knows more trials than it may take counts no further than all of them."""
+    long = landscape.workload(4096, causal() & sliding_window(4095, 0))
+    terminal = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    page = _Page(Device(landscape.TARGET, (0,)), 10, terminal)
+    best = replace(RECORDS[0], measurement=replace(RECORDS[0].measurement, median_us=1171.3))
+    page.update(Progress(long, 1, 10, "attention_fwd", 4, 2, best, best, 3.0, 78.0))
+    page.update(Progress(WORKLOADS[0], 2, 10, "attention_fwd", 12, 36, best, best, 3.0, 78.0))
+    with terminal.capture() as shown:
+        terminal.print(page._bars.get_renderable())
+    first, second = shown.get().splitlines()
+    assert "4/4" in first and "2/10 d128" in first and "…" in first
+    assert "12/36" in second and "1m18s left" in second and RECORDS[0].config.name in second
