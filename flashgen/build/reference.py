@@ -227,7 +227,7 @@ def _row_maximum(scores: Tensor) -> Tensor:
 
 
 def _finished(maximum: Tensor, normaliser: Tensor, accumulator: Tensor) -> tuple[Tensor, Tensor]:
-    seen = normaliser > 0
+    seen = normaliser != 0  # not `> 0`: NaN is the sum of scores that are NaN or infinite, and must be told
     # Divide by 1 where nothing was seen: 0 / 0 would come back as NaN in the gradient, whatever is selected.
     divisor = torch.where(seen, normaliser, 1.0)
     lse = torch.where(seen, maximum + torch.log(divisor), -math.inf)

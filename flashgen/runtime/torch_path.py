@@ -209,7 +209,7 @@ def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
             maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
         weights = torch.exp(scores - maximum)
         total = weights.sum(-1, keepdim=True)
-        seen = total > 0
+        seen = total != 0  # NaN, of scores that are NaN or infinite, was seen
         total = total.masked_fill(~seen, 1.0)
         weights = (weights / total).reshape(*grouped.shape[:4], k.shape[2])
         out = (weights @ v[:, :, None]).flatten(1, 2)
