@@ -91,6 +91,7 @@ def bench(
       flashgen bench --head-dim 64 --seq 4096 --mask causal --impls flashgen,cudnn,fa2 --passes 5
     """
     from flashgen.build.device import live_target
+    from flashgen.store.files import replaceable
 
     names = _impls(impls)
     if merge and out is None:
@@ -110,7 +111,8 @@ def bench(
         progress.print(f"{number}/{len(workloads)}  {workload.spec.key}  {workload.name}")
         results.append(_shape(workload, f"{header['date']}/{number}", gpu, names, passes, timeout))
         rows = _merged(before, [row for result in results for row in result.rows])
-        if out:  # after each shape: an interrupted run keeps what it has
+        # After each shape, so that an interrupted run keeps what it has; into a pipe or a device once.
+        if out and (number == len(workloads) or replaceable(Path(out))):
             _write(Path(out), {"header": header, "rows": rows})
     data = {
         "header": header,
@@ -323,6 +325,8 @@ def _header(gpu: int) -> dict[str, Any]:
 
 def _read(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a file to merge with, whose GPU must be ours."""
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is no regular file, which --merge could read; leave --merge out")
     try:
         data = json.loads(path.read_text())
         rows, theirs = list(data["rows"]), data["header"]
@@ -362,13 +366,12 @@ def _merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dic
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    """One row a line, so that diffs can be read; complete or not at all."""
+    """One row a line, so that diffs can be read; complete or not at all, see `write_file`."""
+    from flashgen.store.files import write_file
+
     header = json.dumps(data["header"], indent=2).replace("\n", "\n  ")
     rows = ",\n".join("    " + json.dumps(row) for row in data["rows"])
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(f'{{\n  "header": {header},\n  "rows": [\n{rows}\n  ]\n}}\n')
-    temporary.replace(path)
+    write_file(path, f'{{\n  "header": {header},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
 # The page
