@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Selection, workload_options
+from flashgen.cli.options import FilePath, Selection, workload_options
 from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
 from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import VERSION
@@ -64,7 +64,7 @@ SHAPE = (
     help="What to compare, by commas; what is not installed is left out, with the reason.",
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Write the rows into this JSON file.")
+@click.option("--out", type=FilePath(dir_okay=False), help="Write the rows into this JSON file.")
 @click.option("--merge", is_flag=True, help="Keep the rows that the file of --out has.")
 @click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds for one shape.")
 @json_option
@@ -133,6 +133,8 @@ def _impls(text: str) -> list[str]:
     for name in names:
         if name not in IMPLS:
             raise UnknownName("implementation", name, IMPLS)
+    if not names:
+        raise InvalidArgument(f"--impls {text!r} names nothing to compare; known: {', '.join(IMPLS)}")
     return names
 
 

@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -44,7 +45,30 @@ WRONG = [
     (["verify", "/nowhere/at/all"], USAGE, ["/nowhere/at/all", "does not exist"]),
     (["bench", "--suite", "ci", "--impls", "flashgen,magic"], USAGE, ["'magic'", "cudnn", "fa4"]),
     (["bench", "--suite", "ci", "--merge"], USAGE, ["--merge", "--out"]),
+    (["bench", "--suite", "ci", "--impls", ","], USAGE, ["--impls ','", "nothing", "cudnn"]),
+    (["db", "export", "--target", ""], USAGE, ["unknown target ''", "nvidia-h200"]),
+    # A size is named as it was given, whatever else it sets.
+    (["explain", *H200, "--k-len", "-0"], USAGE, ["Error: --k-len 0 must be at least 1"]),
+    (["explain", *H200, "--q-len", "-3"], USAGE, ["Error: --q-len -3 must be at least 1"]),
+    (["explain", *H200, "--seq", "8", "--k-len", "0"], USAGE, ["Error: --k-len 0 must be at least 1"]),
+    (["explain", *H200, "--k-len", str(2**31)], USAGE, [f"--k-len {2**31}", f"at most {2**31 - 1}"]),
+    (["show", "--batch", "0"], USAGE, ["Error: --batch 0 must be at least 1"]),
 ]
+
+PATHS: list[tuple[str, str, list[str]]] = [
+    ("bench", "--out", ["--suite", "ci"]),
+    ("bench", "--model", []),
+    ("db export", "--out", []),
+    ("db export", "--tree", []),
+    ("db import", "", []),
+    ("explain", "--model", []),
+    ("export", "--model", ["--out", "X"]),
+    ("export", "--out", ["--suite", "ci"]),
+    ("show", "--model", []),
+    ("tune", "--model", []),
+    ("verify", "", []),
+]
+"""Command, option (none: an argument) and what else it needs, for every path that a command line has."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +88,29 @@ def test_a_wrong_command_line(words: list[str], code: int, said: list[str]) -> N
     for text in said:
         assert text in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("command", "option", "words"), PATHS)
+def test_an_empty_path_names_nothing(command: str, option: str, words: list[str]) -> None:
+    """It is what a shell makes of a variable that is not set, and not what leaving an option out means."""
+    given = [*command.split(), *words, *([option] if option else []), ""]
+    done = CliRunner().invoke(main, given, prog_name="flashgen")
+    assert done.exit_code == USAGE, done.output
+    assert "an empty text names no file and no folder" in done.output
+
+
+def test_those_are_all_paths() -> None:
+    def found(group: click.Group, name: str = "") -> set[tuple[str, str]]:
+        paths: set[tuple[str, str]] = set()
+        for word, command in group.commands.items():
+            if isinstance(command, click.Group):
+                paths |= found(command, f"{name}{word} ")
+            for param in command.params:
+                if isinstance(param.type, click.Path | click.File):
+                    paths.add((name + word, param.opts[0] if isinstance(param, click.Option) else ""))
+        return paths
+
+    assert found(main) == {(command, option) for command, option, _ in PATHS}
 
 
 def test_an_error_is_json_where_json_was_asked_for() -> None:
