@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from flashgen.build.precision import autocasted, autocasting
-from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, NotTuned
+from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
 from flashgen.runtime.checks import check, transformed
@@ -244,15 +244,23 @@ _opening = threading.Lock()
 
 
 def _database(url: str) -> TuningDB:
-    """The record database as dispatching reads it: nothing is made or upgraded. Open until `_forget`."""
+    """The record database as dispatching reads it: nothing is made or upgraded. Open until `_forget`.
+
+    One that cannot be opened is told once, for calls are answered without it.
+    """
     from flashgen.store.db import TuningDB
+    from flashgen.store.notices import warn_once
     from flashgen.store.today import current_hash
 
     with _opening:
         if url not in _databases:
             if len(_databases) >= MAX_DATABASES:
                 _databases.pop(next(iter(_databases))).close()
-            _databases[url] = TuningDB(url, readonly=True, current_hash=current_hash)
+            try:
+                _databases[url] = TuningDB(url, readonly=True, current_hash=current_hash)
+            except StoreError as error:
+                warn_once(f"{error}. Its records are not used")
+                raise
         return _databases[url]
 
 

@@ -126,9 +126,7 @@ def export(
 
 
 @db.command("import")
-@click.argument(
-    "files", nargs=-1, required=True, type=FilePath(exists=True, dir_okay=False, allow_dash=True)
-)
+@click.argument("files", nargs=-1, required=True, type=FilePath(exists=True, dir_okay=False, allow_dash=True))
 @database_option
 @json_option
 @click.pass_context

@@ -118,7 +118,7 @@ def test_scores_that_are_nan_or_infinite_are_told(bad, mask):
         assert out[0, 1, 4].isnan().all() and lse[0, 1, 4].isnan()
         assert out.isnan().sum() == 8 and lse.isnan().sum() == 1 and not lse.isinf().any()
     out, lse = attention_reference(q, k, v, mask=~causal() if mask is None else mask & ~causal())
-    assert (out[0, 1, 5].eq(0).all() and lse[0, 1, 5] == -math.inf), "the last row sees nothing"
+    assert out[0, 1, 5].eq(0).all() and lse[0, 1, 5] == -math.inf, "the last row sees nothing"
 
 
 def test_rounding_like_a_kernel():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -14,6 +17,7 @@ from flashgen.build.device import device_count
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 
+ROOT = Path(__file__).resolve().parents[2]
 H200 = ["--target", "nvidia-h200"]
 
 WRONG = [
@@ -111,6 +115,24 @@ def test_those_are_all_paths() -> None:
         return paths
 
     assert found(main) == {(command, option) for command, option, _ in PATHS}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_name_that_is_no_text_is_printed(tmp_path: Path, encoding: str) -> None:
+    at = tmp_path / os.fsdecode(b"\xff.db")
+    try:
+        at.touch()
+    except OSError:
+        pytest.skip("names must be UTF-8 here")
+    script = "from flashgen.cli.main import main; main()"
+    for command in ("upgrade", "check"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "db", command, "--db", at],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert os.fsencode(at) in done.stdout
 
 
 def test_an_error_is_json_where_json_was_asked_for() -> None:
