@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from flashgen.build.precision import autocasted, autocasting
-from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
+from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
 from flashgen.runtime.checks import check, transformed
@@ -181,11 +181,20 @@ def _unusual(
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
-    if _differentiated(*tensors):
-        return _differentiable(*arguments)
-    if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors) and not _watched():
-        return _serve(*arguments)
-    return op.traced(_OPERATOR, *arguments)
+    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
+    try:
+        if _differentiated(*tensors):
+            return _differentiable(*arguments)
+        if not odd and not _watched():
+            return _serve(*arguments)
+        return op.traced(_OPERATOR, *arguments)
+    except (TypeError, NotImplementedError) as error:  # what a class of tensors says to an operator it lacks
+        if not odd or isinstance(error, FlashGenError):
+            raise
+        raise InvalidArgument(
+            f"tensors of class {odd[0]} do not let this be computed ({str(error).splitlines()[0]}); "
+            "give plain tensors"
+        ) from error
 
 
 # The dispatcher and what it is made of

@@ -206,7 +206,7 @@ def check(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name} must be a tensor {_AXIS_NAMES[layout]}, not {_shown(tensor)}")
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise InvalidArgument(
                 f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; "
@@ -234,10 +234,15 @@ def check(
     return call
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """A sparse, packed or nested tensor has no strides, and some have no shape."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+def check_dense(name: str, tensor: Tensor) -> None:
+    """A sparse, packed or nested tensor has no strides, and some have no shape; a masked one has two of each.
+
+    Raises:
+        InvalidArgument: it is one of these.
+    """
+    masked = isinstance(tensor, torch.masked.MaskedTensor)
+    if masked or tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "masked" if masked else "nested" if tensor.is_nested else str(tensor.layout)
         raise InvalidArgument(f"{name} is {kind}; only dense (strided) tensors are served: make it one")
 
 
@@ -321,7 +326,7 @@ def _check_operands(call: Call) -> None:
         for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
-            _check_dense(f"{name} of {bound.describe()}", tensor)
+            check_dense(f"{name} of {bound.describe()}", tensor)
             if tensor.device != call.q.device:
                 raise InvalidArgument(
                     f"{name} of {bound.describe()} is on {tensor.device}, q on {call.q.device}; move one"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, transformed
+from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, check_dense, transformed
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -89,6 +89,8 @@ def traced(
     return_lse: bool,
 ) -> Any:
     """A call as the operator, in terms that torch can trace."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, tensor)  # of which some never come to the operator
     mask, score_mod = as_mask(mask), as_score_mod(score_mod)
     values, operands, score_text, score_name = mask.values, mask.tensors, "", ""
     if score_mod is not None:

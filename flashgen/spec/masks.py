@@ -100,7 +100,7 @@ def causal(align: str = "bottom_right") -> Mask:
         align: `bottom_right` lines up the last query with the last key, as decoding with a cache needs;
             `top_left` the first query with the first key. They differ when q_len != k_len.
     """
-    mask = _CAUSAL.get(align)
+    mask = _CAUSAL.get(align) if isinstance(align, str) else None
     if mask is None:
         raise InvalidArgument(f"align={shown(align)} must be 'bottom_right' or 'top_left'")
     return mask

@@ -419,8 +419,12 @@ def operand_dtype(tensor: Any) -> str:
     """The dtype of a tensor as `Operand` spells it.
 
     Raises:
-        InvalidArgument: it has no dtype, or one that no rule can read.
+        InvalidArgument: it has no dtype, or one that no rule can read, or no shape as a nested tensor.
     """
+    if getattr(tensor, "is_nested", False):
+        raise InvalidArgument(
+            "an operand is a dense tensor, not a nested one; pad it, as with torch.nested.to_padded_tensor"
+        )
     given = str(getattr(tensor, "dtype", type(tensor).__name__))
     if given not in TORCH_DTYPES:
         raise InvalidArgument(f"an operand is a tensor of {', '.join(TORCH_DTYPES)}, not {given}; convert it")

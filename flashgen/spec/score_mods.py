@@ -30,6 +30,8 @@ class ScoreMod(Bound):
 
     def then(self, other: ScoreMod) -> ScoreMod:
         """The rule that applies this one and then `other` to its result."""
+        if not isinstance(other, ScoreMod):
+            raise InvalidArgument(f"{shown(other)} must be a ScoreMod from flashgen.score_mods")
         one, two = self.rule, other.rule
         composed = _composed(one.text, one.name, one.form, two.text, two.name, two.form)
         return rules.combine(composed, self, other)
@@ -63,6 +65,8 @@ def compose(mods: Sequence[ScoreMod]) -> ScoreMod | None:
     """One rule that applies all of them, first to last; None if there are none."""
     composed: ScoreMod | None = None
     for mod in mods:
+        if not isinstance(mod, ScoreMod):
+            raise InvalidArgument(f"{shown(mod)} must be a ScoreMod from flashgen.score_mods")
         composed = mod if composed is None else composed.then(mod)
     return composed
 

@@ -97,7 +97,7 @@ def suite_workloads(name: str) -> tuple[Workload, ...]:
     """The workloads of a named suite; `UnknownName` lists the known ones."""
     try:
         return SUITES[name].workloads()
-    except KeyError:
+    except (KeyError, TypeError):  # the second: what cannot be a key
         raise UnknownName("suite", name, SUITES) from None
 
 
