@@ -362,7 +362,7 @@ def explain(
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
     q, k, v = autocasted(q, k, v)
-    if attn_mask is not None or dropout_p or is_causal or enable_gqa:
+    if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse:
             raise InvalidArgument(
                 "explain got arguments of attention (mask, score_mod, layout, return_lse) and of sdpa "

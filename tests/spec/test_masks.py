@@ -293,7 +293,10 @@ def test_a_rule_is_no_larger_than_its_text_can_be_read_back():
 
 NESTED = [
     torch.nested.nested_tensor(parts, layout=layout)
-    for parts in ([torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([True]), torch.tensor([False, True])])
+    for parts in (
+        [torch.tensor([1, 2]), torch.tensor([3])],
+        [torch.tensor([True]), torch.tensor([False, True])],
+    )
     for layout in (torch.strided, torch.jagged)
 ]
 
