@@ -99,7 +99,7 @@ def _not_served(
         return "fewer key heads than heads, and enable_gqa is not set or they do not divide"
     if head_dim not in _HEAD_DIMS or v[3] not in _HEAD_DIMS:
         return (
-            f"head dim {head_dim}, or {v[3]} of v, is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-            f"{MAX_HEAD_DIM}"
+            f"head dim {head_dim}, or {v[3]} of v, is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} "
+            f"to {MAX_HEAD_DIM}"
         )
     return ""
