@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import flashgen
 from flashgen import masks, score_mods
-from flashgen.errors import InvalidArgument
+from flashgen.errors import InvalidArgument, UnknownName
 
 Function = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -104,6 +104,29 @@ def test_a_bad_scale_is_refused_in_a_trace_too(scale: Any) -> None:
     )
     with pytest.raises(Unsupported, match="InvalidArgument"):
         compiled(*draw(8))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        ({"mask": "diagonal"}, UnknownName, "unknown mask 'diagonal'; known: causal"),
+        ({"mask": "causal &"}, InvalidArgument, "'causal &' is not a mask"),
+        ({"mask": "sliding_window(-1, 0)"}, InvalidArgument, "left=-1 must be"),
+        ({"score_mod": "cap(3)"}, UnknownName, "unknown score rule 'cap'; known: softcap"),
+        ({"score_mod": "softcap(-1)"}, InvalidArgument, "cap=-1 must be"),
+    ],
+)
+def test_a_bad_rule_is_the_plain_error_in_a_trace_too(
+    options: dict[str, str], kind: type[Exception], told: str, gradient: bool
+) -> None:
+    function = lambda q, k, v: flashgen.attention(q, k, v, **options)  # noqa: E731
+    with pytest.raises(kind, match=told) as error:
+        torch.compile(function, backend="eager")(*draw(8, gradient=gradient))
+    assert type(error.value) is kind
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="InvalidArgument"):  # torch's word for an error in one graph
+        torch.compile(function, fullgraph=True, backend="eager")(*draw(8, gradient=gradient))
 
 
 def test_a_scale_may_vary_within_a_graph() -> None:
