@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from flashgen.build.precision import autocasted, autocasting
-from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, NotTuned
+from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
 from flashgen.runtime.checks import check, transformed
@@ -185,11 +185,20 @@ def _unusual(
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
-    if _differentiated(*tensors):
-        return _differentiable(*arguments)
-    if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors) and not _watched():
-        return _serve(*arguments)
-    return op.traced(_OPERATOR, *arguments)
+    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
+    try:
+        if _differentiated(*tensors):
+            return _differentiable(*arguments)
+        if not odd and not _watched():
+            return _serve(*arguments)
+        return op.traced(_OPERATOR, *arguments)
+    except (TypeError, NotImplementedError) as error:  # what a class of tensors says to an operator it lacks
+        if not odd or isinstance(error, FlashGenError):
+            raise
+        raise InvalidArgument(
+            f"tensors of class {odd[0]} do not let this be computed ({str(error).splitlines()[0]}); "
+            "give plain tensors"
+        ) from error
 
 
 # The dispatcher and what it is made of
@@ -248,15 +257,23 @@ _opening = threading.Lock()
 
 
 def _database(url: str) -> TuningDB:
-    """The record database as dispatching reads it: nothing is made or upgraded. Open until `_forget`."""
+    """The record database as dispatching reads it: nothing is made or upgraded. Open until `_forget`.
+
+    One that cannot be opened is told once, for calls are answered without it.
+    """
     from flashgen.store.db import TuningDB
+    from flashgen.store.notices import warn_once
     from flashgen.store.today import current_hash
 
     with _opening:
         if url not in _databases:
             if len(_databases) >= MAX_DATABASES:
                 _databases.pop(next(iter(_databases))).close()
-            _databases[url] = TuningDB(url, readonly=True, current_hash=current_hash)
+            try:
+                _databases[url] = TuningDB(url, readonly=True, current_hash=current_hash)
+            except StoreError as error:
+                warn_once(f"{error}. Its records are not used")
+                raise
         return _databases[url]
 
 
@@ -349,7 +366,7 @@ def explain(
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
     q, k, v = autocasted(q, k, v)
-    if attn_mask is not None or dropout_p or is_causal or enable_gqa:
+    if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse:
             raise InvalidArgument(
                 "explain got arguments of attention (mask, score_mod, layout, return_lse) and of sdpa "

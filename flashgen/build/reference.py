@@ -258,7 +258,7 @@ def finished(maximum: Tensor, normaliser: Tensor, accumulator: Tensor) -> tuple[
     in the gradient either.
     """
     # Filled, not selected by torch.where: that copies its number from the host, see `on_device`.
-    seen = normaliser > 0
+    seen = normaliser != 0  # not `> 0`: NaN is the sum of scores that are NaN or infinite, and must be told
     # Divide by 1 where nothing was seen: 0 / 0 would come back as NaN in the gradient, whatever is selected.
     divisor = normaliser.masked_fill(~seen, 1.0)
     lse = (maximum + torch.log(divisor)).masked_fill(~seen, -math.inf)

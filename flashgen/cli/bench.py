@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Selection, workload_options
+from flashgen.cli.options import FilePath, Selection, workload_options
 from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
 from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import VERSION, unwritable
@@ -64,7 +64,7 @@ SHAPE = (
     help="What to compare, by commas; what is not installed is left out, with the reason.",
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Write the rows into this JSON file.")
+@click.option("--out", type=FilePath(dir_okay=False), help="Write the rows into this JSON file.")
 @click.option("--merge", is_flag=True, help="Keep the rows of the file of --out, and how they were made.")
 @click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds for one shape.")
 @json_option
@@ -91,6 +91,7 @@ def bench(
       flashgen bench --head-dim 64 --seq 4096 --mask causal --impls flashgen,cudnn,fa2 --passes 5
     """
     from flashgen.build.device import live_target
+    from flashgen.store.files import replaceable
 
     names = _impls(impls)
     if merge and out is None:
@@ -115,7 +116,8 @@ def bench(
         progress.print(f"{number}/{len(workloads)}  {workload.spec.key}  {workload.name}")
         results.append(_shape(workload, f"{header['date']}/{number}", gpu, names, passes, timeout))
         rows = _merged(before, [row for result in results for row in result.rows])
-        if out:  # after each shape: an interrupted run keeps what it has
+        # After each shape, so that an interrupted run keeps what it has; into a pipe or a device once.
+        if out and (number == len(workloads) or replaceable(Path(out))):
             _write(Path(out), {"header": _merged_header(header, earlier, rows), "rows": rows})
     data = {
         "header": header,
@@ -136,6 +138,8 @@ def _impls(text: str) -> list[str]:
     for name in names:
         if name not in IMPLS:
             raise UnknownName("implementation", name, IMPLS)
+    if not names:
+        raise InvalidArgument(f"--impls {text!r} names nothing to compare; known: {', '.join(IMPLS)}")
     return names
 
 
@@ -331,6 +335,8 @@ _OF_A_RUN = ("date", "command", "driver", "versions")
 
 def _read(path: Path, header: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of a file to merge with, whose GPU must be ours, and how its runs were made."""
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is no regular file, which --merge could read; leave --merge out")
     try:
         data = json.loads(path.read_text())
         rows, theirs = list(data["rows"]), data["header"]
@@ -392,13 +398,12 @@ def _merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dic
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    """One row a line, so that diffs can be read; complete or not at all."""
+    """One row a line, so that diffs can be read; complete or not at all, see `write_file`."""
+    from flashgen.store.files import write_file
+
     header = json.dumps(data["header"], indent=2).replace("\n", "\n  ")
     rows = ",\n".join("    " + json.dumps(row) for row in data["rows"])
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(f'{{\n  "header": {header},\n  "rows": [\n{rows}\n  ]\n}}\n')
-    temporary.replace(path)
+    write_file(path, f'{{\n  "header": {header},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
 # The page

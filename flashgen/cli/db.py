@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flashgen.cli.options import check_kept, db_option
+from flashgen.cli.options import FilePath, check_kept, db_option
 from flashgen.cli.output import FAILED, Commands, Table, count, emit, json_option
 from flashgen.errors import InvalidArgument, StoreError
 from flashgen.settings import SETTINGS
@@ -55,9 +55,9 @@ def database_option(function: F) -> F:
 
 @db.command("export")
 @database_option
-@click.option("--out", type=click.Path(dir_okay=False), help="Write this file instead of the output.")
+@click.option("--out", type=FilePath(dir_okay=False), help="Write this file instead of the output.")
 @click.option(
-    "--tree", type=click.Path(file_okay=False), help="Write FOLDER/<gpu>/<op>.jsonl, as records ship."
+    "--tree", type=FilePath(file_okay=False), help="Write FOLDER/<gpu>/<op>.jsonl, as records ship."
 )
 @click.option(
     "--best", "best_only", is_flag=True, help="Only the fastest of each workload and admission class."
@@ -94,7 +94,7 @@ def export(
         raise InvalidArgument("--json reports what was written: add --out FILE or --tree FOLDER")
     from flashgen.store.transfer import export_file, export_records, export_tree
 
-    wanted = find_target(target) if target else None
+    wanted = None if target is None else find_target(target)
     with _database(url) as database:
         if not database.persistent:
             raise StoreError(
@@ -126,9 +126,7 @@ def export(
 
 
 @db.command("import")
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True)
-)
+@click.argument("files", nargs=-1, required=True, type=FilePath(exists=True, dir_okay=False, allow_dash=True))
 @database_option
 @json_option
 @click.pass_context

@@ -9,6 +9,7 @@ import click
 
 from flashgen.cli.options import (
     Device,
+    FilePath,
     Selection,
     db_option,
     find_device,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 @workload_options
 @gpu_options
 @db_option
-@click.option("--out", required=True, type=click.Path(), help="Folder to write; an older bundle is replaced.")
+@click.option("--out", required=True, type=FilePath(), help="Folder to write; an older bundle is replaced.")
 @json_option
 def export(
     selection: Selection, gpu: int | None, target: str | None, url: str | None, out: str, as_json: bool

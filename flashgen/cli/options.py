@@ -13,7 +13,8 @@ import click
 from flashgen.errors import InvalidArgument, NoGPU, StoreError
 from flashgen.settings import SETTINGS
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import DTYPES, Workload
+from flashgen.spec.attention import DTYPES, MAX_INDEX, Workload
+from flashgen.spec.form import brief
 from flashgen.spec.target import TARGETS, Target, find_target
 from flashgen.tune.suites import (
     SUITES,
@@ -31,6 +32,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SEQ = 4096
 DEFAULT_TARGET = "nvidia-h200"
 """What commands that only look work for where there is neither a GPU nor a choice."""
+
+
+class FilePath(click.Path):
+    """The path of every path option. An empty one, as an unset variable of a shell gives, names nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, as it is."""
+        if not value:
+            self.fail("an empty text names no file and no folder; give a path", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,16 @@ class Selection:
         if given:
             raise InvalidArgument(f"{option} {why}: leave out {', '.join(given)}, or leave out {option}")
 
+    def _check_sizes(self) -> None:
+        """Names a size as it was given: one option may set several sizes of a workload."""
+        for f in fields(self):
+            given = getattr(self, f.name)
+            for size in given if isinstance(given, tuple) else (given,):
+                if isinstance(size, int) and not 1 <= size <= MAX_INDEX:
+                    raise InvalidArgument(
+                        f"{_option(f.name)} {brief(str(size), 40)} must be at least 1 and at most {MAX_INDEX}"
+                    )
+
     def workloads(self) -> tuple[Workload, ...]:
         """What was named.
 
@@ -82,6 +103,7 @@ class Selection:
             return suite_workloads(self.suite)
         if self.model is not None:
             self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
+            self._check_sizes()
             return workloads_from_hf_config(self.model, self.seq or None)
         if not self:
             raise InvalidArgument(
@@ -92,6 +114,7 @@ class Selection:
 
     def explicit(self) -> tuple[Workload, ...]:
         """The workloads of the given sizes; what was not given has the default that `--help` names."""
+        self._check_sizes()
         if self.seq and self.q_len is not None:
             raise InvalidArgument("--seq and --q-len both set the number of queries: leave out one of them")
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
@@ -127,7 +150,7 @@ _WORKLOAD_OPTIONS = (
     click.option(
         "--model",
         metavar="FILE",
-        type=click.Path(exists=True),
+        type=FilePath(exists=True),
         help="A Hugging Face config.json: heads, kv heads, head dim, window.",
     ),
     click.option("--head-dim", type=int, help="Elements of a query and a key.  [default: 128]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
 import shutil
@@ -28,6 +30,19 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 _JSON = "flashgen.json"
 
+_ANY_NAME = "flashgen.any_name"
+
+
+def _any_name(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Bytes of a file's name that are no text as they are, and what a terminal cannot show by its number."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error(_ANY_NAME, _any_name)
+
 
 class Commands(click.Group):
     """A group that reports what goes wrong as one message, and as JSON where `--json` was given."""
@@ -43,6 +58,8 @@ class Commands(click.Group):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors=_ANY_NAME)
         with _reporting(ctx), _plain_warnings():
             return super().invoke(ctx)
 

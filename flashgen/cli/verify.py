@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen.cli.options import FilePath
 from flashgen.cli.output import FAILED, count, emit, json_option
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ STALE = (
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(exists=True))
+@click.argument("bundle", type=FilePath(exists=True))
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, bundle: str, as_json: bool) -> None:

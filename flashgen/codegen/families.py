@@ -236,7 +236,7 @@ def find_family(name: str) -> Family:
     """The table's row of that name; `UnknownName` lists the known ones."""
     try:
         return FAMILIES[name]
-    except KeyError:
+    except (KeyError, TypeError):  # the second: what cannot be a key
         raise UnknownName("family", name, FAMILIES) from None
 
 

@@ -246,12 +246,18 @@ def write(source: KernelSource, folder: Path) -> Path:
     return path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file: complete or absent, whoever else writes it at the same time, and nothing beside it."""
+def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Writes a file: complete or absent, whoever else writes it at the same time, and nothing beside it.
+
+    Args:
+        mode: its permissions, by default those of any new file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(content)
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

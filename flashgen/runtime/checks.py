@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from flashgen.build.arguments import LAYOUTS
 from flashgen.codegen.abi import AXES, SIZES, TENSORS
 from flashgen.errors import InvalidArgument
+from flashgen.spec import catalog, masks
 from flashgen.spec import expr as ex
-from flashgen.spec import masks
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionSpec, Workload
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule
@@ -135,6 +135,8 @@ def as_mask(given: object) -> Mask:
     if given is None:
         return FULL
     if isinstance(given, str):
+        if torch.compiler.is_compiling() and (why := _no_mask(given)):
+            raise InvalidArgument(why)
         return _NAMED_MASKS.get(given) or _parse_mask(given)
     raise InvalidArgument(
         f"mask={_shown(given)} must be None, a name ({', '.join(masks.MASKS)}) or a Mask from "
@@ -147,6 +149,28 @@ _parse_mask = lru_cache(maxsize=256)(masks.parse_mask)
 _parse_score_mod = lru_cache(maxsize=256)(parse_score_mod)
 
 
+# A trace reads a text while it is made, and torch would take an error there for one of its own. What traced
+# code raises, it leaves to the call without a trace, which then raises the same.
+
+
+@catalog.constant_in_traces
+def _no_mask(text: str) -> str:
+    return _why_not(masks.parse_mask, text)
+
+
+@catalog.constant_in_traces
+def _no_score_mod(text: str) -> str:
+    return _why_not(parse_score_mod, text)
+
+
+def _why_not(parse: Callable[[str], object], text: str) -> str:
+    try:
+        parse(text)
+    except InvalidArgument as error:
+        return str(error)
+    return ""
+
+
 def as_score_mod(given: object) -> ScoreMod | None:
     """The score rule for None, a text, a `ScoreMod` or a sequence of them, applied in that order.
 
@@ -156,6 +180,8 @@ def as_score_mod(given: object) -> ScoreMod | None:
     if given is None or isinstance(given, ScoreMod):
         return given
     if isinstance(given, str):
+        if torch.compiler.is_compiling() and (why := _no_score_mod(given)):
+            raise InvalidArgument(why)
         return _parse_score_mod(given)
     if isinstance(given, Sequence) and all(isinstance(each, ScoreMod) for each in given):
         return compose(given)
@@ -206,7 +232,7 @@ def check(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name} must be a tensor {_AXIS_NAMES[layout]}, not {_shown(tensor)}")
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise InvalidArgument(
                 f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; "
@@ -234,10 +260,15 @@ def check(
     return call
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """A sparse, packed or nested tensor has no strides, and some have no shape."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+def check_dense(name: str, tensor: Tensor) -> None:
+    """A sparse, packed or nested tensor has no strides, and some have no shape; a masked one has two of each.
+
+    Raises:
+        InvalidArgument: it is one of these.
+    """
+    masked = isinstance(tensor, torch.masked.MaskedTensor)
+    if masked or tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "masked" if masked else "nested" if tensor.is_nested else str(tensor.layout)
         raise InvalidArgument(f"{name} is {kind}; only dense (strided) tensors are served: make it one")
 
 
@@ -321,7 +352,7 @@ def _check_operands(call: Call) -> None:
         for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
-            _check_dense(f"{name} of {bound.describe()}", tensor)
+            check_dense(f"{name} of {bound.describe()}", tensor)
             if tensor.device != call.q.device:
                 raise InvalidArgument(
                     f"{name} of {bound.describe()} is on {tensor.device}, q on {call.q.device}; move one"

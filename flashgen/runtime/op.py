@@ -13,10 +13,13 @@ from torch import Tensor
 
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, transformed
+from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, check_dense, transformed
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
+
+LIMITS = {"i32": (-(2.0**31), 2.0**31 - 1), "f32": (-(2 - 2.0**-23) * 2.0**127, (2 - 2.0**-23) * 2.0**127)}
+"""The least and the largest number of each type of a rule's parameters."""
 
 Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool], Any]
 
@@ -89,6 +92,8 @@ def traced(
     return_lse: bool,
 ) -> Any:
     """A call as the operator, in terms that torch can trace."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, tensor)  # of which some never come to the operator
     mask, score_mod = as_mask(mask), as_score_mod(score_mod)
     values, operands, score_text, score_name = mask.values, mask.tensors, "", ""
     if score_mod is not None:
@@ -119,16 +124,34 @@ def _rules(
     score_name: str,
     values: Sequence[float],
 ) -> tuple[Mask, ScoreMod | None]:
-    """The inverse of what `traced` does to the rules."""
+    """The inverse of what `traced` does to the rules.
+
+    Raises:
+        InvalidArgument: values or operands are too few, too many, or not of the rules' types.
+    """
     mask_rule = Rule.parse("mask", mask, name=mask_name)
+    rule = Rule.parse("score", score_mod, name=score_name) if score_mod else None
+    rules = [mask_rule] if rule is None else [mask_rule, rule]
+    params = [param for each in rules for param in each.params]
+    wanted = [operand.name for each in rules for operand in each.operands]
+    for what, given, names in (
+        ("values", values, [name for name, _ in params]),
+        ("operands", operands, wanted),
+    ):
+        if len(given) != len(names):
+            listed = ", ".join(names) or "none"
+            raise InvalidArgument(f"{what} has {len(given)} entries, the rules take {len(names)} ({listed})")
+    numbers = tuple(_number(*param, value) for param, value in zip(params, values, strict=True))
     n_values, n_operands = len(mask_rule.params), len(mask_rule.operands)
-    bound = Mask(mask_rule, _numbers(mask_rule, values[:n_values]), tuple(operands[:n_operands]))
-    if not score_mod:
+    bound = Mask(mask_rule, numbers[:n_values], tuple(operands[:n_operands]))
+    if rule is None:
         return bound, None
-    rule = Rule.parse("score", score_mod, name=score_name)
-    return bound, ScoreMod(rule, _numbers(rule, values[n_values:]), tuple(operands[n_operands:]))
+    return bound, ScoreMod(rule, numbers[n_values:], tuple(operands[n_operands:]))
 
 
-def _numbers(rule: Rule, values: Sequence[float]) -> tuple[int | float, ...]:
-    kinds = [type_ for _, type_ in rule.params]
-    return tuple(int(value) if type_ == "i32" else value for type_, value in zip(kinds, values, strict=True))
+def _number(name: str, type_: str, value: float) -> int | float:
+    least, most = LIMITS[type_]
+    if not least <= value <= most or (type_ == "i32" and value != int(value)):
+        kind = "a whole number" if type_ == "i32" else "a number"
+        raise InvalidArgument(f"values: {name}={value} must be {kind} from {least:.10g} to {most:.10g}")
+    return int(value) if type_ == "i32" else value

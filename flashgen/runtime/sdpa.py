@@ -12,6 +12,9 @@ from flashgen.spec.masks import Mask
 
 _CAUSAL, _CAUSAL_TOP_LEFT = masks.causal(), masks.causal("top_left")
 
+_FLAGS = (bool, torch.SymBool)
+"""What may be True or False: `q.shape[2] > 1` is the second in a trace of sizes that vary."""
+
 _HEAD_DIMS = frozenset(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 
@@ -33,6 +36,8 @@ def translate(
         return "not all of query, key and value are tensors"
     if reason := _not_served(query, key, value, dropout_p, scale, enable_gqa):
         return reason
+    if is_causal is not False and not (is_causal is True or isinstance(is_causal, _FLAGS)):
+        return "is_causal is neither True nor False"
     if is_causal:
         if attn_mask is not None:
             return "both attn_mask and is_causal are given, which is no mask that a kernel has"
@@ -79,17 +84,22 @@ def _not_served(
         return "a gradient is needed, and no kernel gives one yet"
     if transformed():
         return "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
-    if dropout_p:
+    if dropout_p != 0.0:  # also what is no number
         return f"dropout_p={dropout_p}: no kernel drops weights"
+    if enable_gqa is not False and not (enable_gqa is True or isinstance(enable_gqa, _FLAGS)):
+        return "enable_gqa is neither True nor False"
     if scale is not None and (type(scale) not in (float, int) or not abs(scale) <= MAX_SCALE):
         return "scale is no plain number, or none that float32 holds"
-    if q[0] != k[0] or q[3] != k[3] or (k != v and k[:3] != v[:3]):
+    head_dim, kv_heads = q[3], k[1]
+    if q[0] != k[0] or head_dim != k[3] or (k != v and k[:3] != v[:3]):
         return "batch, heads, lengths or head dims of the tensors differ and may broadcast"
-    if q[1] != k[1] and not (enable_gqa and k[1] and q[1] % k[1] == 0):
+    if not kv_heads:
+        return "there are no heads"
+    if q[1] != kv_heads and not (enable_gqa and q[1] % kv_heads == 0):
         return "fewer key heads than heads, and enable_gqa is not set or they do not divide"
-    if q[3] not in _HEAD_DIMS or v[3] not in _HEAD_DIMS:
+    if head_dim not in _HEAD_DIMS or v[3] not in _HEAD_DIMS:
         return (
-            f"head dim {q[3]}, or {v[3]} of v, is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-            f"{MAX_HEAD_DIM}"
+            f"head dim {head_dim}, or {v[3]} of v, is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} "
+            f"to {MAX_HEAD_DIM}"
         )
     return ""

@@ -48,6 +48,8 @@ def read(text: str, what: str, example: str, build: Callable[[ast.expr], T]) -> 
     Raises:
         InvalidArgument: it is not even an expression, or too large a one; and what `build` raises.
     """
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{shown(text)} is not a {what}, which is a text; write one like {example}")
     if len(text) > MAX_TEXT:
         raise InvalidArgument(
             f"a {what} of {len(text)} characters; at most {MAX_TEXT} are read, write one like {example}"

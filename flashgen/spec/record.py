@@ -65,6 +65,13 @@ class Measurement:
             raise InvalidArgument(
                 f"an OK measurement needs a time of at least {SHORTEST_US} us, got {self.median_us=}"
             )
+        if self.status is Status.OK:
+            for name in ("min_us", "max_us", "max_error"):
+                value = getattr(self, name)
+                if value is not None and not 0 <= value < math.inf:
+                    raise InvalidArgument(
+                        f"{name}={value} of an OK measurement must be 0 or more, and finite"
+                    )
         if self.status is not Status.OK and not self.reason:
             raise InvalidArgument(f"a measurement with status {self.status.value} needs a reason")
 

@@ -428,7 +428,15 @@ def values_and_tensors(*rules: Bound | None) -> tuple[tuple[int | float, ...], t
 
 
 def operand_dtype(tensor: Any) -> str:
-    """The dtype of a tensor as `Operand` spells it; empty for no tensor, or one that no rule reads."""
+    """The dtype of a tensor as `Operand` spells it; empty for no tensor, or one that no rule reads.
+
+    Raises:
+        InvalidArgument: a nested tensor, which has no shape.
+    """
+    if getattr(tensor, "is_nested", False):
+        raise InvalidArgument(
+            "an operand is a dense tensor, not a nested one; pad it, as with torch.nested.to_padded_tensor"
+        )
     return TORCH_DTYPES.get(str(getattr(tensor, "dtype", "")), "")
 
 

@@ -65,6 +65,8 @@ def compose(mods: Sequence[ScoreMod]) -> ScoreMod | None:
     """One rule that applies all of them, first to last; None if there are none."""
     composed: ScoreMod | None = None
     for mod in mods:
+        if not isinstance(mod, ScoreMod):
+            raise InvalidArgument(f"{shown(mod)} must be a ScoreMod from flashgen.score_mods")
         composed = mod if composed is None else composed.then(mod)
     return composed
 

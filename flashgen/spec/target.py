@@ -96,5 +96,5 @@ def find_target(name: str) -> Target:
     """The table's row of that name; `UnknownName` lists the known ones."""
     try:
         return TARGETS[name]
-    except KeyError:
+    except (KeyError, TypeError):  # the second: what cannot be a key
         raise UnknownName("target", name, TARGETS) from None

@@ -7,8 +7,8 @@ The order for an SQLite file, each step taken when the one before cannot:
 3. read only: nothing can be added, lookups work;
 4. in memory: nothing is kept.
 
-Steps 2 to 4 warn once. A newer schema, a foreign database and a server that does not answer are errors,
-because guessing would hide the user's records from him.
+Steps 2 to 4 warn once. A newer schema, a foreign database or file and a server that does not answer are
+errors, because guessing would hide the user's records from him, or take away what is not FlashGen's.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ PRAGMAS = (
     "PRAGMA synchronous = FULL",
 )
 
+SQLITE, LOGS = b"SQLite format 3\0", (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
+"""How an SQLite file begins, and its write-ahead log."""
+
 UPGRADE_LOCK = 0x666C617368
 """PostgreSQL's advisory lock for making or upgrading the schema, which two processes must not do at once."""
 
@@ -81,8 +84,8 @@ def open_database(url: str | Path, readonly: bool = False) -> Opened:
         readonly: never make, upgrade or write anything.
 
     Raises:
-        StoreError: the URL is no database's, the schema is newer or not FlashGen's, the server does not
-            answer, or another process holds the file.
+        StoreError: the URL is no database's, the file is no database, the schema is newer or not FlashGen's,
+            the server does not answer, or another process holds the file.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "postgresql":
@@ -91,7 +94,10 @@ def open_database(url: str | Path, readonly: bool = False) -> Opened:
         return _in_memory("memory", "", readonly)
     try:
         asked = Path(parsed.database).expanduser().absolute()
-    except RuntimeError as error:
+        os.fsencode(asked)
+        if "\0" in parsed.database:
+            raise ValueError("no name has NUL")
+    except (RuntimeError, ValueError) as error:
         raise StoreError(f"{parsed.database!r} is no path: {error}; write {_ALLOWED}") from error
     return replace(_open_file(asked, readonly), where=str(asked))
 
@@ -192,6 +198,12 @@ def _open_file(path: Path, readonly: bool) -> Opened:
     path = Path(os.path.realpath(path))
     if notice := _obstacle(path):
         return _in_memory(str(path), notice, readonly)
+    # Before SQLite looks at it: a file of one byte it would take for an empty one, and write over it.
+    if _foreign(path):
+        raise StoreError(
+            f"{path} is no database: it does not begin as SQLite's files do. It was left as it is. Choose "
+            "another with FLASHGEN_DB or --db; if it was FlashGen's and is damaged, move it away"
+        )
     if readonly:
         there = identity(path) is not None
         return _open_for_reading(path, "", asked=True) if there else _in_memory(str(path), "", True)
@@ -239,6 +251,26 @@ def _obstacle(path: Path) -> str:
     return "" if stat.S_ISREG(mode) else f"the record database {path} is {kind}; give the path of a file"
 
 
+def _foreign(path: Path) -> bool:
+    """Whether a file was never a database of FlashGen, so that a mistyped path takes away nobody's notes.
+
+    One that begins otherwise than SQLite's files is ours only where the log of a process that was writing
+    lies beside it: then its beginning was damaged, and the log may have what it was.
+    """
+    try:
+        with path.open("rb") as file:
+            begins = file.read(len(SQLITE))
+    except OSError:  # not there, or not to be read: SQLite says which
+        return False
+    if begins in (b"", SQLITE):
+        return False
+    try:
+        with path.with_name(f"{path.name}-wal").open("rb") as log:
+            return log.read(4) not in LOGS
+    except OSError:
+        return True
+
+
 def damage_notice(path: Path, aside: Path) -> str:
     """What the user is told after `set_aside`."""
     return (
@@ -249,6 +281,10 @@ def damage_notice(path: Path, aside: Path) -> str:
 
 def _make_current(engine: Engine, path: Path) -> None:
     """Makes the schema, or upgrades an older one, or finds out that the file cannot be written."""
+    with engine.connect() as connection:
+        version_of(
+            connection, str(path)
+        )  # before anything is changed: it may be a database of something else
     _use_log(engine)
     with writing(engine) as connection, connection.begin() as transaction:
         version = version_of(connection, str(path))
@@ -399,7 +435,8 @@ def _copy(source: Path, copy: Path) -> None:
 
 def _connect(path: Path | None, mode: str) -> sqlite3.Connection:
     # isolation_level=None: transactions begin where SQLAlchemy says, not where sqlite3 guesses.
-    uri = f"file:{quote(str(path or ''))}?{mode}"
+    # As bytes: a name need not be UTF-8.
+    uri = f"file:{quote(os.fsencode(path or ''))}?{mode}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +15,7 @@ from flashgen.spec.record import Record
 from flashgen.spec.target import TARGETS, Target
 from flashgen.store import jsonl
 from flashgen.store.db import TuningDB
+from flashgen.store.files import write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +89,15 @@ def export_records(records: Iterable[Record], out: TextIO) -> int:
 
 
 def export_file(records: Iterable[Record], path: Path) -> int:
-    """As `export_records`, into a file that is either the old one or complete.
+    """As `export_records`, into a file that is either the old one or complete, see `write_file`.
 
     Raises:
         StoreError: the file cannot be written.
     """
+    lines = StringIO()
+    count = export_records(records, lines)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            # Readable by all, as any file a command writes; mkstemp makes it private.
-            os.chmod(name, 0o666 & ~_umask())  # noqa: PTH101
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as out:
-                count = export_records(records, out)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_file(path, lines.getvalue())
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}; choose another file or folder") from error
     return count
@@ -140,9 +132,3 @@ def _order(record: Record) -> tuple[Any, ...]:
         (record.kernel_hash, record.created_at),
         jsonl.format_line(record),
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -97,7 +97,7 @@ def suite_workloads(name: str) -> tuple[Workload, ...]:
     """The workloads of a named suite; `UnknownName` lists the known ones."""
     try:
         return SUITES[name].workloads()
-    except KeyError:
+    except (KeyError, TypeError):  # the second: what cannot be a key
         raise UnknownName("suite", name, SUITES) from None
 
 
@@ -361,6 +361,13 @@ class _Config:
             raise self.refusal(key, value, "must be a positive whole number")
         return value
 
+    def flag(self, key: str) -> bool | None:
+        """A truth value, None where there is none; other JSON only looks like one ("false" would be true)."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refusal(key, value, "must be true or false")
+        return value
+
     def refusal(self, key: str, value: Any, why: str) -> InvalidArgument:
         """The error that names a key and what it holds."""
         return InvalidArgument(f"{self.path}: {key}={shown(value)} {why}")
@@ -388,18 +395,18 @@ def _check_understood(config: _Config) -> None:
         if value and value not in harmless:
             raise config.refusal(key, value, f"changes attention and {advice}")
     model = config.values.get("model_type")
-    if isinstance(model, str) and model in MODELS_NOT_UNDERSTOOD and not config.values.get("is_decoder"):
+    if isinstance(model, str) and model in MODELS_NOT_UNDERSTOOD and not config.flag("is_decoder"):
         raise config.refusal("model_type", model, f"{MODELS_NOT_UNDERSTOOD[model]}, which {advice}")
 
 
 def _kv_heads_of(config: _Config, heads: int) -> int:
     if config.number("nope_dim", 0, zero=True):
         return heads  # each head's keys and values are expanded from the latent
-    if config.values.get("multi_query_attention") is False:
+    if config.flag("multi_query_attention") is False:
         return heads  # ChatGLM names its groups even where it has none
-    one = config.find("one_kv_head")[1]
+    one = config.flag(config.find("one_kv_head")[0])
     one = config.values.get("model_type") in _ONE_KV_HEAD if one is None else one
-    grouped = not one or config.values.get("new_decoder_architecture")
+    grouped = not one or config.flag("new_decoder_architecture")
     return config.number("kv_heads", heads) if grouped else 1
 
 
@@ -437,7 +444,7 @@ def _dtype_of(config: _Config) -> str:
 
 def _cap_of(config: _Config) -> ScoreMod | None:
     key, cap = config.find("cap")
-    if not cap:
+    if cap in (None, 0, False):
         return None
     try:
         return softcap(cap)
@@ -447,7 +454,7 @@ def _cap_of(config: _Config) -> ScoreMod | None:
 
 def _masks_of(config: _Config) -> tuple[Mask, ...]:
     """The masks of a model's layers: `layer_types` where it says so, else its window for all layers."""
-    window = config.number("window", 0, zero=True) if config.values.get("use_sliding_window", True) else 0
+    window = 0 if config.flag("use_sliding_window") is False else config.number("window", 0, zero=True)
     # Hugging Face's window counts the query itself.
     kinds = {"full_attention": causal(), "attention": causal()}
     if window:

@@ -105,6 +105,22 @@ def test_empty_sequences():
     assert out.shape == (2, 4, 0, 5) and lse.shape == (2, 4, 0)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("mask", [None, causal(), sliding_window(2, 0)], ids=str)
+def test_scores_that_are_nan_or_infinite_are_told(bad, mask):
+    """By output and LSE: -inf is the LSE of a row that sees no key, and of no other."""
+    q, k, v = torch.rand(1, 2, 6, 8) + 1, torch.rand(1, 2, 6, 8) + 10, torch.randn(1, 2, 6, 8)
+    q[0, 1, 4] = bad
+    for out, lse in (
+        attention_reference(q, k, v, mask=mask),
+        online_attention(q, k, v, [2, 4], mask=mask, dtype=torch.float32),
+    ):
+        assert out[0, 1, 4].isnan().all() and lse[0, 1, 4].isnan()
+        assert out.isnan().sum() == 8 and lse.isnan().sum() == 1 and not lse.isinf().any()
+    out, lse = attention_reference(q, k, v, mask=~causal() if mask is None else mask & ~causal())
+    assert out[0, 1, 5].eq(0).all() and lse[0, 1, 5] == -math.inf, "the last row sees nothing"
+
+
 def test_rounding_like_a_kernel():
     q, k, v = inputs(64, 256, dtype=torch.bfloat16)
     exact, _ = attention_reference(q, k, v, dtype=torch.float64)

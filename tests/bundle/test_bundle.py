@@ -610,6 +610,14 @@ def test_every_edit_of_a_manifest_is_harmless_or_refused(bundle: Path, no_gpu: N
     assert loaded <= HARMLESS
 
 
+@pytest.mark.parametrize("value", [-1, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["min_us", "max_us", "max_error"])
+def test_a_measurement_that_no_clock_gives_is_refused(bundle: Path, name: str, value: float) -> None:
+    path = next(path for path, _ in edits(manifest_of(bundle)) if path[-1] == name)
+    rewrite(bundle, partial(put, path=path, value=value))
+    refused(bundle, f"{name}={value} of an OK measurement must be 0 or more, and finite")
+
+
 def test_all_problems_are_listed_together(bundle: Path) -> None:
     for path in (bundle / "cubins").iterdir():
         path.write_bytes(b"x")

@@ -21,6 +21,8 @@ from flashgen.store import jsonl
 from flashgen.store.db import TuningDB
 from flashgen.store.today import current_hash
 
+DAMAGED = b"SQLite format 3\0" + b"garbage" * 1000
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -162,7 +164,7 @@ def test_an_empty_database_is_no_database(path: Path, name: str) -> None:
 
 
 def test_check_does_not_call_a_damaged_database_absent(tmp_path: Path) -> None:
-    (tmp_path / "tuning.db").write_bytes(b"not a database at all" * 100)
+    (tmp_path / "tuning.db").write_bytes(DAMAGED)
     done = run("check", "--db", tmp_path / "tuning.db")
     assert done.exit_code == 1
     assert "no database yet" not in done.output
@@ -222,7 +224,7 @@ def test_check_of_no_database_makes_none(tmp_path: Path) -> None:
 
 
 def test_check_of_a_damaged_database_says_so_and_leaves_it(path: Path) -> None:
-    path.write_bytes(b"garbage" * 1000)
+    path.write_bytes(DAMAGED)
     data = as_json("check", "--db", path, code=1)
     assert data["problems"] == [
         f"the record database {path} is damaged and was left as it is (file is not a database); none of its "
@@ -230,7 +232,16 @@ def test_check_of_a_damaged_database_says_so_and_leaves_it(path: Path) -> None:
     ]
     done = run("check", "--db", path)
     assert done.exit_code == 1
-    assert path.read_bytes() == b"garbage" * 1000
+    assert path.read_bytes() == DAMAGED
+
+
+@pytest.mark.parametrize("command", ["check", "export", "import -", "revalidate", "upgrade"])
+def test_a_file_that_is_no_database_is_refused_and_left(tmp_path: Path, command: str) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    done = run(*command.split(), "--db", tmp_path / "notes.txt", input="")
+    assert done.exit_code == 1
+    assert f"{tmp_path / 'notes.txt'} is no database" in str(done.exception) + done.stderr
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("notes.txt", "x")]
 
 
 def test_check_names_rows_that_are_no_records(path: Path) -> None:
@@ -258,7 +269,7 @@ def test_upgrade_makes_the_database(tmp_path: Path) -> None:
 
 
 def test_warnings_are_plain_lines(tmp_path: Path) -> None:
-    (tmp_path / "tuning.db").write_bytes(b"garbage" * 1000)
+    (tmp_path / "tuning.db").write_bytes(DAMAGED)
     done = run("upgrade", "--db", tmp_path / "tuning.db")
     assert done.exit_code == 0
     assert done.stderr.startswith(

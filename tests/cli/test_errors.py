@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -17,7 +18,7 @@ from flashgen.build.device import device_count
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 H200 = ["--target", "nvidia-h200"]
 
 WRONG = [
@@ -63,7 +64,30 @@ WRONG = [
     (["bench", "--suite", "ci", "--impls", "flashgen,magic"], USAGE, ["'magic'", "cudnn", "fa4"]),
     (["bench", "--suite", "ci", "--merge"], USAGE, ["--merge", "--out"]),
     (["bench", "--suite", "ci", "--out", f"{__file__}/X"], USAGE, ["--out", "test_errors.py is no folder"]),
+    (["bench", "--suite", "ci", "--impls", ","], USAGE, ["--impls ','", "nothing", "cudnn"]),
+    (["db", "export", "--target", ""], USAGE, ["unknown target ''", "nvidia-h200"]),
+    # A size is named as it was given, whatever else it sets.
+    (["explain", *H200, "--k-len", "-0"], USAGE, ["Error: --k-len 0 must be at least 1"]),
+    (["explain", *H200, "--q-len", "-3"], USAGE, ["Error: --q-len -3 must be at least 1"]),
+    (["explain", *H200, "--seq", "8", "--k-len", "0"], USAGE, ["Error: --k-len 0 must be at least 1"]),
+    (["explain", *H200, "--k-len", str(2**31)], USAGE, [f"--k-len {2**31}", f"at most {2**31 - 1}"]),
+    (["show", "--batch", "0"], USAGE, ["Error: --batch 0 must be at least 1"]),
 ]
+
+PATHS: list[tuple[str, str, list[str]]] = [
+    ("bench", "--out", ["--suite", "ci"]),
+    ("bench", "--model", []),
+    ("db export", "--out", []),
+    ("db export", "--tree", []),
+    ("db import", "", []),
+    ("explain", "--model", []),
+    ("export", "--model", ["--out", "X"]),
+    ("export", "--out", ["--suite", "ci"]),
+    ("show", "--model", []),
+    ("tune", "--model", []),
+    ("verify", "", []),
+]
+"""Command, option (none: an argument) and what else it needs, for every path that a command line has."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +107,47 @@ def test_a_wrong_command_line(words: list[str], code: int, said: list[str]) -> N
     for text in said:
         assert text in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("command", "option", "words"), PATHS)
+def test_an_empty_path_names_nothing(command: str, option: str, words: list[str]) -> None:
+    """It is what a shell makes of a variable that is not set, and not what leaving an option out means."""
+    given = [*command.split(), *words, *([option] if option else []), ""]
+    done = CliRunner().invoke(main, given, prog_name="flashgen")
+    assert done.exit_code == USAGE, done.output
+    assert "an empty text names no file and no folder" in done.output
+
+
+def test_those_are_all_paths() -> None:
+    def found(group: click.Group, name: str = "") -> set[tuple[str, str]]:
+        paths: set[tuple[str, str]] = set()
+        for word, command in group.commands.items():
+            if isinstance(command, click.Group):
+                paths |= found(command, f"{name}{word} ")
+            for param in command.params:
+                if isinstance(param.type, click.Path | click.File):
+                    paths.add((name + word, param.opts[0] if isinstance(param, click.Option) else ""))
+        return paths
+
+    assert found(main) == {(command, option) for command, option, _ in PATHS}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_name_that_is_no_text_is_printed(tmp_path: Path, encoding: str) -> None:
+    at = tmp_path / os.fsdecode(b"\xff.db")
+    try:
+        at.touch()
+    except OSError:
+        pytest.skip("names must be UTF-8 here")
+    script = "from flashgen.cli.main import main; main()"
+    for command in ("upgrade", "check"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "db", command, "--db", at],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert os.fsencode(at) in done.stdout
 
 
 def test_an_error_is_json_where_json_was_asked_for() -> None:

@@ -303,3 +303,23 @@ def test_softcap_is_exact_for_any_cap(cap: float) -> None:
     )
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which tells
+@pytest.mark.parametrize("bad", ["q nan", "q inf", "q overflows", "k nan", "k inf"])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(9, 3)], ids=str)
+@pytest.mark.parametrize("mod", [None, score_mods.softcap(2.0)], ids=str)
+def test_scores_that_are_nan_or_infinite_come_out_as_in_the_reference(
+    bad: str, mask: Mask, mod: ScoreMod | None
+) -> None:
+    work = workload(mask=mask, score_mod=mod, heads=1, q_len=40, k_len=70)
+    inputs = make_inputs(work, "cpu")
+    q, k = inputs.q.abs() + 10, inputs.k.abs() + 10
+    row = {"nan": math.nan, "inf": math.inf, "overflows": 3e38}[bad[2:]]
+    (q if bad[0] == "q" else k)[0, 0, 35] = row
+    inputs = replace(inputs, q=q, k=k)
+    out, lse = run(inputs, work.spec, f"{SMALL}_pointer_heads")
+    expected, expected_lse = attention_reference(q, k, inputs.v, mask=mask, score_mod=mod)
+    assert expected_lse.isnan().any() == (mod is None or "nan" in bad)
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, equal_nan=True, atol=1e-4, rtol=1e-4)

@@ -197,6 +197,19 @@ def test_c03_scores_of_minus_ten_million_are_scores(gradient: bool, dtype: torch
 
 
 @pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_scores_that_are_nan_or_infinite_are_told(mask: str | None, bad: float, gradient: bool) -> None:
+    q, k, v = (tensor.abs() + 10 for tensor in draw())
+    q[1, 2, 4] = bad
+    q.requires_grad_(gradient)
+    out, lse = attention(q, k, v, mask=mask, return_lse=True)
+    assert out[1, 2, 4].isnan().all() and lse[1, 2, 4].isnan()
+    assert out.isnan().sum() == 32 and lse.isnan().sum() == 1 and not lse.isinf().any()
+    torch.testing.assert_close(attention(q, k, v, mask=mask), out, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_c04_no_keys_and_no_queries(mask: str | None, gradient: bool) -> None:
     q, k, v = draw(q_len=8, k_len=0, head_dim=64, head_dim_v=16)

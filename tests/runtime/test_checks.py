@@ -129,6 +129,8 @@ NOT_DENSE = {
     "torch.sparse_coo": lambda t: t.to_sparse(),
     "torch.sparse_csr": lambda t: t.to_sparse_csr(),
     "nested": lambda t: torch.nested.nested_tensor([*t]),
+    "nested, jagged": lambda t: torch.nested.nested_tensor([*t], layout=torch.jagged),
+    "masked": lambda t: torch.masked.masked_tensor(t, t > 0),
     "torch._mkldnn": lambda t: t.to_mkldnn(),
 }
 
@@ -140,11 +142,48 @@ NOT_DENSE = {
 def test_tensors_without_strides_are_refused_by_name(which: str, kind: str, gradient: bool) -> None:
     given = {name: tensor.clone().requires_grad_(gradient) for name, tensor in tensors().items()}
     given[which] = NOT_DENSE[kind](given[which].detach())
-    with pytest.raises(InvalidArgument, match=rf"{which} is {kind}; only dense \(strided\) tensors"):
+    told = rf"{which} is {kind.partition(',')[0]}; only dense \(strided\) tensors"
+    with pytest.raises(InvalidArgument, match=told):
         attention(**given)
+    if not gradient and kind in ("nested, jagged", "masked"):
+        torch._dynamo.reset()
+        with pytest.raises(InvalidArgument, match=told):
+            torch.compile(lambda **given: attention(**given), backend="eager")(**given)
 
 
-def test_a_sparse_operand_is_refused_by_name() -> None:
-    mask = masks.key_padding(torch.ones(2, 8, dtype=torch.bool).to_sparse())
-    with pytest.raises(InvalidArgument, match=r"key_keep of key_padding.* is torch.sparse_coo; only dense"):
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["torch.sparse_coo", "masked"])
+def test_a_sparse_operand_is_refused_by_name(kind: str) -> None:
+    keep = torch.ones(2, 8, dtype=torch.bool)
+    mask = masks.key_padding(keep.to_sparse() if kind != "masked" else torch.masked.masked_tensor(keep, keep))
+    with pytest.raises(InvalidArgument, match=rf"key_keep of key_padding.* is {kind}; only dense"):
         attention(**GOOD, mask=mask)
+
+
+class Unwilling(torch.Tensor):
+    """A tensor of a class that knows no operator."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+class Closed(torch.Tensor):
+    """One that lets nobody look at it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("kind", [Unwilling, Closed])
+def test_tensors_of_a_class_that_refuses_are_named(kind: type[torch.Tensor], which: str) -> None:
+    given = dict(GOOD)
+    given[which] = (
+        torch.Tensor._make_wrapper_subclass(kind, given[which].shape)
+        if kind is Unwilling
+        else given[which].as_subclass(kind)
+    )
+    with pytest.raises(InvalidArgument, match=rf"class {kind.__name__} do not let .*; give plain tensors"):
+        attention(**given)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import flashgen
 from flashgen import masks, score_mods
-from flashgen.errors import InvalidArgument
+from flashgen.errors import InvalidArgument, UnknownName
 
 Function = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -104,6 +104,29 @@ def test_a_bad_scale_is_refused_in_a_trace_too(scale: Any) -> None:
     )
     with pytest.raises(Unsupported, match="InvalidArgument"):
         compiled(*draw(8))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        ({"mask": "diagonal"}, UnknownName, "unknown mask 'diagonal'; known: causal"),
+        ({"mask": "causal &"}, InvalidArgument, "'causal &' is not a mask"),
+        ({"mask": "sliding_window(-1, 0)"}, InvalidArgument, "left=-1 must be"),
+        ({"score_mod": "cap(3)"}, UnknownName, "unknown score rule 'cap'; known: softcap"),
+        ({"score_mod": "softcap(-1)"}, InvalidArgument, "cap=-1 must be"),
+    ],
+)
+def test_a_bad_rule_is_the_plain_error_in_a_trace_too(
+    options: dict[str, str], kind: type[Exception], told: str, gradient: bool
+) -> None:
+    function = lambda q, k, v: flashgen.attention(q, k, v, **options)  # noqa: E731
+    with pytest.raises(kind, match=told) as error:
+        torch.compile(function, backend="eager")(*draw(8, gradient=gradient))
+    assert type(error.value) is kind
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="InvalidArgument"):  # torch's word for an error in one graph
+        torch.compile(function, fullgraph=True, backend="eager")(*draw(8, gradient=gradient))
 
 
 def test_a_scale_may_vary_within_a_graph() -> None:
@@ -212,6 +235,52 @@ def test_bad_arguments_of_the_operator_are_named() -> None:
         torch.ops.flashgen.attention_fwd(q, k, v, *arguments)
     with pytest.raises(InvalidArgument, match="k has batch 1"):
         torch.ops.flashgen.attention_fwd(q, k[:1], v, [], "True", "full", "", "", [], 0.2, "bhsd", False)
+
+
+TWO = f"{WINDOW.rule.text}", "sliding_window"
+CAP = score_mods.softcap(2.0).rule.text, "softcap"
+NO_VALUES: list[tuple[list[float], tuple[str, str], tuple[str, str], str]] = [
+    ([], TWO, ("", ""), r"values has 0 entries, the rules take 2 \(left, right\)"),
+    ([3.0], TWO, ("", ""), "values has 1 entries, the rules take 2"),
+    ([3.0, 0.0, 1.0], TWO, ("", ""), "values has 3 entries, the rules take 2"),
+    ([1.0], ("True", "full"), ("", ""), r"values has 1 entries, the rules take 0 \(none\)"),
+    ([3.0, 0.0], TWO, CAP, r"values has 2 entries, the rules take 3 \(left, right, cap\)"),
+    (
+        [math.nan, 0.0],
+        TWO,
+        ("", ""),
+        "values: left=nan must be a whole number from -2147483648 to 2147483647",
+    ),
+    ([3.0, math.inf], TWO, ("", ""), "values: right=inf must be a whole number"),
+    ([3.0, 2.0**31], TWO, ("", ""), "values: right=2147483648.0 must be a whole number"),
+    ([2.5, 0.0], TWO, ("", ""), "values: left=2.5 must be a whole number"),
+    ([3.0, 0.0, math.nan], TWO, CAP, "values: cap=nan must be a number from"),
+    ([3.0, 0.0, 1e39], TWO, CAP, r"values: cap=1e\+39 must be a number from"),
+]
+
+
+@pytest.mark.parametrize(("values", "mask", "score", "told"), NO_VALUES)
+def test_bad_values_of_the_operator_are_named(
+    values: list[float], mask: tuple[str, str], score: tuple[str, str], told: str
+) -> None:
+    q, k, v = draw(8)
+    for function in (
+        torch.ops.flashgen.attention_fwd.default,
+        lambda *given: torch.ops.flashgen.attention_fwd.default(
+            *(each.to("meta") if isinstance(each, Tensor) else each for each in given)
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=told):
+            function(q, k, v, [], *mask, *score, values, 0.2, "bhsd", False)
+
+
+def test_bad_operands_of_the_operator_are_named() -> None:
+    q, k, v = draw(8)
+    for operands, mask in (([LENGTHS], WINDOW), ([], PADDING), ([LENGTHS, LENGTHS], PADDING)):
+        values = [float(value) for value in mask.values]
+        given = (q, k, v, operands, mask.rule.text, mask.rule.name, "", "", values, 0.2, "bhsd", False)
+        with pytest.raises(InvalidArgument, match=rf"operands has {len(operands)} entries, the rules take "):
+            torch.ops.flashgen.attention_fwd.default(*given)
 
 
 def test_the_operator_has_no_gradient_to_lose() -> None:

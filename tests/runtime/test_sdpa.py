@@ -171,6 +171,56 @@ def test_what_torch_refuses_is_refused_by_torch(sizes: dict[str, int], options: 
     assert str(ours.value) == str(theirs.value)
 
 
+ODD = [0, 1, "", "False", "yes", None, [], [1], (), 0.0, 2, torch.tensor(True)]
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa", "dropout_p", "scale", "attn_mask"])
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_values_that_torch_refuses_are_refused_by_torch(name: str, value: Any, kv_heads: int) -> None:
+    q, k, v = draw(kv_heads=kv_heads)
+    options = {"enable_gqa": kv_heads == 2} | {name: value}
+    try:
+        theirs = F.scaled_dot_product_attention(q, k, v, **options)
+    except (TypeError, RuntimeError, ValueError, IndexError) as refused:
+        with pytest.raises(type(refused)):
+            flashgen.sdpa(q, k, v, **options)
+        return
+    if name != "dropout_p" or value == 0:
+        torch.testing.assert_close(flashgen.sdpa(q, k, v, **options), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+@pytest.mark.parametrize("value", [0, 1, "False", "", None, []], ids=repr)
+def test_explain_says_what_is_no_flag(name: str, value: Any) -> None:
+    explained = flashgen.explain(*draw(), **{name: value})
+    assert explained.steps[0].reason == f"{name} is neither True nor False"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"enable_gqa": True}, {"attn_mask": keep(2, 1, 1, 9)}]
+)
+@pytest.mark.parametrize("heads", [(0, 0), (4, 0)])
+def test_no_heads_are_torchs(heads: tuple[int, int], options: dict[str, Any]) -> None:
+    q, k, v = draw()
+    q, k, v = q[:, : heads[0]], k[:, : heads[1]], v[:, : heads[1]]
+    expected = F.scaled_dot_product_attention(q, k, v, **options)
+    assert torch.equal(flashgen.sdpa(q, k, v, **options), expected)
+
+
+def test_a_flag_may_depend_on_sizes_that_vary() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: flashgen.sdpa(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]),
+        fullgraph=True,
+        backend="eager",
+        dynamic=True,
+    )
+    for q_len in (5, 1):
+        q, k, v = draw(q_len=q_len)
+        torch.testing.assert_close(compiled(q, k, v), flashgen.sdpa(q, k, v, is_causal=q_len > 1))
+
+
 def test_other_ranks_and_broadcast_batches_are_torchs() -> None:
     q, k, v = draw()
     assert torch.equal(flashgen.sdpa(q[0], k[0], v[0]), F.scaled_dot_product_attention(q[0], k[0], v[0]))

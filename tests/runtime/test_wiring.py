@@ -24,7 +24,7 @@ from flashgen.build.launch import Kernel
 from flashgen.bundle.load import verify_bundle
 from flashgen.cli.tune import tune as tune_command
 from flashgen.codegen.source import render
-from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, UnknownName
+from flashgen.errors import InvalidArgument, LaunchFailed, NoGPU, StoreError, UnknownName
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.policy import Policy, Request, Source
 from flashgen.settings import Settings
@@ -33,6 +33,7 @@ from flashgen.spec.config import Config
 from flashgen.spec.record import Record, Versions
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
+from flashgen.store.notices import StoreWarning
 from flashgen.store.today import current_hash
 from flashgen.tune.plan import Plan
 
@@ -392,3 +393,20 @@ def test_databases_are_closed_when_they_are_forgotten(
     assert sorted(closed) == paths
     assert api._database(paths[0]) is not first
     api._forget()
+
+
+@pytest.mark.parametrize("content", ["notes of mine\n" * 50, "x"])
+def test_calls_are_answered_where_the_database_is_none(tmp_path: Path, content: str) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text(content)
+    work = workload(512, spec=SMALL)
+    with pytest.warns(StoreWarning, match=r"notes.txt is no database: .* Its records are not used") as told:
+        for _ in range(2):
+            answer = api.explain_workload(work, H200, db=str(notes))
+    assert len(told) == 1
+    assert answer.family == "attention_fwd"
+    assert answer.steps[0].verdict == "rejected"
+    assert answer.steps[0].reason.startswith(f"StoreError: {notes} is no database")
+    with pytest.raises(StoreError, match="is no database"):
+        api.tune(work, target=H200, db=str(notes), plan=Plan(trials=1))
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("notes.txt", content)]

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from flashgen.codegen.families import find_family
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec import expr as ex
 from flashgen.spec import masks
@@ -13,6 +14,8 @@ from flashgen.spec.expr import Apply, Symbol
 from flashgen.spec.masks import MASKS, Mask, causal, full, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import MAX_NAME, Operand, Rule, join
 from flashgen.spec.score_mods import parse_score_mod
+from flashgen.spec.target import find_target
+from flashgen.tune.suites import suite_workloads
 
 LENGTHS = torch.tensor([3, 4], dtype=torch.int32)
 SAMPLES = [mask for entry in MASKS.values() for mask in entry.examples()]
@@ -319,3 +322,34 @@ def test_in_a_session_rules_show_themselves_as_a_person_writes_them():
     assert repr(parse_score_mod("softcap(3.0)")) == "<ScoreMod softcap(3.0)>"
     assert repr(causal().rule) == "<Rule causal: q_pos >= k_idx>"
     assert len(repr(AttentionSpec(128, 128, "bf16", causal().rule))) < 300
+
+
+NESTED = [
+    torch.nested.nested_tensor(parts, layout=layout)
+    for parts in (
+        [torch.tensor([1, 2]), torch.tensor([3])],
+        [torch.tensor([True]), torch.tensor([False, True])],
+    )
+    for layout in (torch.strided, torch.jagged)
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nested", NESTED, ids=lambda t: f"{t.dtype} {t.layout}")
+def test_nested_operands_are_refused(nested):
+    for use in (key_padding, key_padding().bind, key_padding("keep").bind):
+        with pytest.raises(InvalidArgument, match="a dense tensor, not a nested one; pad it"):
+            use(nested)
+
+
+@pytest.mark.parametrize("odd", [[], {}, b"causal", 1, None, 0.5, ("causal",)], ids=repr)
+def test_what_is_no_text_is_refused(odd):
+    with pytest.raises(InvalidArgument, match="must be 'bottom_right' or 'top_left'"):
+        causal(odd)
+    with pytest.raises(InvalidArgument, match="is not a mask, which is a text; write one like causal"):
+        parse_mask(odd)
+    with pytest.raises(InvalidArgument, match="is not a score rule, which is a text; write one like softcap"):
+        parse_score_mod(odd)
+    for find in (find_target, find_family, suite_workloads):
+        with pytest.raises(UnknownName, match="known: "):
+            find(odd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sqlite3
@@ -75,6 +76,8 @@ def test_any_record_comes_back(
     status, median, error, limits, counts, reason, lengths, params, name, moment
 ) -> None:
     work = make.workload(*lengths, batch=3, spec=make.WINDOW_AND_CAP, params=params)
+    if status is Status.OK:  # of which no number is negative or infinite
+        error, *limits = (each if each is None or 0 <= each < math.inf else None for each in (error, *limits))
     measurement = Measurement(status, median, *limits, 5, error, *counts, "model", reason)
     record = replace(make.record(work=work), measurement=measurement, density=name, created_at=moment)
     record = replace(record, target=replace(record.target, name=name))

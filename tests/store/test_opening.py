@@ -84,6 +84,27 @@ def test_a_database_is_made_where_asked(tmp_path: Path, name: str, form: str) ->
         assert list(database.records()) == [make.record()]
 
 
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("raw", [b"\xff.db", b"f\xe4lle/\xfc.db"])
+def test_a_name_need_not_be_utf8(tmp_path: Path, raw: bytes, readonly: bool) -> None:
+    at = tmp_path / os.fsdecode(raw)
+    try:
+        at.parent.mkdir(exist_ok=True)
+        at.touch()
+    except OSError:
+        pytest.skip("names must be UTF-8 here")
+    at.unlink()
+    with TuningDB(at) as database:
+        assert database.add(make.record())
+        assert database.path == at
+    with TuningDB(str(at), readonly=readonly) as database:
+        assert list(database.records()) == [make.record()]
+    at.write_bytes(DAMAGED)
+    told = "left as it is" if readonly else "was damaged; it is kept as"
+    with pytest.warns(StoreWarning, match=told):
+        TuningDB(at, readonly=readonly).close()
+
+
 @pytest.mark.parametrize("name", ["tuning.db", "q?x.db", "p%41.db", "a#b.db", "sqlite:x.db"])
 def test_the_setting_and_the_option_name_one_file(tmp_path: Path, name: str) -> None:
     asked = str(tmp_path / name)
@@ -136,6 +157,10 @@ def test_one_database_is_open_for_reading_and_writing(path: Path) -> None:
         ("postgresql://user@host:port/name", "is no database URL"),
         ("sqlite:////tmp/q?x.db", "'sqlite:////tmp/q?x.db' has a query, which no SQLite file has"),
         ("~nobody-of-that-name/x.db", "'~nobody-of-that-name/x.db' is no path"),
+        ("a\0b.db", r"'a\x00b.db' is no path: no name has NUL"),
+        ("folder\0/b.db", r"'folder\x00/b.db' is no path"),
+        ("sqlite:///a\0b.db", r"'a\x00b.db' is no path"),
+        ("\ud800.db", r"'\ud800.db' is no path"),
     ],
 )
 def test_an_odd_url_is_refused(url: str, reason: str) -> None:
@@ -271,14 +296,52 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path, readonly: bo
     client.close()
 
 
-# Damaged
+@pytest.mark.parametrize("readonly", [False, True])
+def test_nothing_of_it_is_changed(tmp_path: Path, readonly: bool) -> None:
+    other = tmp_path / "notes.db"
+    with sqlite3.connect(other) as client:
+        client.execute("CREATE TABLE notes (text TEXT)")
+    client.close()
+    before = other.read_bytes()
+    with pytest.raises(StoreError, match="is a database of something else"):
+        TuningDB(other, readonly=readonly)
+    assert other.read_bytes() == before, "not even its journal mode"
 
 
-@pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\xff" * 5000])
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("log", [None, b"", b"a log of my own"])
+@pytest.mark.parametrize(
+    "content", [b"x", b"buy milk", b"\0" * 4096, b"notes" * 2000, b"SQLite format 2\0" * 99]
+)
+def test_a_file_that_was_never_a_database_is_left_alone(
+    tmp_path: Path, content: bytes, log: bytes | None, readonly: bool
+) -> None:
+    notes, link = tmp_path / "notes.txt", tmp_path / "link"
+    files = {"notes.txt": content} | ({} if log is None else {"notes.txt-wal": log})
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text)
+    link.symlink_to(notes)
+    for path in (notes, link):
+        with pytest.raises(
+            StoreError, match=r"notes.txt is no database: .* It was left as it is. Choose another"
+        ):
+            TuningDB(path, readonly=readonly)
+    link.unlink()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == files
+
+
+# Damaged. What could never have been a database is none that was damaged: a file begins as SQLite's do, or
+# has the log of one beside it, as a process that died while it wrote leaves it.
+
+DAMAGED = b"SQLite format 3\0" + b"\xff" * 5000
+LOG = b"\x37\x7f\x06\x82" + b"\0" * 28
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, DAMAGED])
 def test_a_damaged_file_is_set_aside_and_a_new_one_started(tmp_path: Path, content: bytes) -> None:
     at = tmp_path / "tuning.db"
     at.write_bytes(content)
-    at.with_name("tuning.db-wal").write_bytes(b"log")
+    at.with_name("tuning.db-wal").write_bytes(LOG)
     with pytest.warns(StoreWarning, match="was damaged; it is kept as") as caught:
         database = TuningDB(at)
     assert len(caught) == 1
@@ -293,17 +356,17 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_started(tmp_path: Path, conte
 
 def test_damage_twice_in_one_second_keeps_both(tmp_path: Path) -> None:
     at = tmp_path / "tuning.db"
-    for content in (b"first" * 1000, b"second" * 1000):
-        at.write_bytes(content)
+    for content in (b"first", b"secon"):
+        at.write_bytes(DAMAGED + content)
         with pytest.warns(StoreWarning, match="was damaged"):
             TuningDB(at).close()
         at.unlink()
-    assert {each.read_bytes()[:5] for each in tmp_path.glob("*damaged*")} == {b"first", b"secon"}
+    assert {each.read_bytes()[-5:] for each in tmp_path.glob("*damaged*")} == {b"first", b"secon"}
 
 
 def test_a_damaged_file_opened_for_reading_stays(tmp_path: Path) -> None:
     at = tmp_path / "tuning.db"
-    at.write_bytes(b"not a database at all" * 100)
+    at.write_bytes(DAMAGED)
     with (
         pytest.warns(StoreWarning, match=r"is damaged and was left as it is"),
         TuningDB(at, readonly=True) as database,
@@ -327,14 +390,14 @@ def test_a_file_another_process_set_aside_already_is_not_touched_again(path: Pat
 def test_a_damaged_file_behind_a_link_is_set_aside_itself(tmp_path: Path) -> None:
     real, link = tmp_path / "data" / "real.db", tmp_path / "link.db"
     real.parent.mkdir()
-    real.write_bytes(b"not a database at all" * 100)
+    real.write_bytes(DAMAGED)
     link.symlink_to(real)
     with pytest.warns(StoreWarning, match="was damaged; it is kept as"), TuningDB(link) as database:
         assert database.add(make.record())
         assert (database.where, database.path) == (str(link), real)
     assert link.readlink() == real
     (aside,) = real.parent.glob("real.db.damaged-*Z")
-    assert aside.read_bytes().startswith(b"not a database")
+    assert aside.read_bytes() == DAMAGED
     with TuningDB(real, readonly=True) as database:
         assert list(database.records()) == [make.record()]
 

@@ -127,6 +127,8 @@ def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
         (LLAMA | {"layer_types": ["linear_attention"]}, "layer_types='linear_attention' is not understood"),
         (LLAMA | {"layer_types": ["sliding_attention"]}, "sliding_attention needs a sliding_window"),
         (LLAMA | {"attn_logit_softcapping": "abc"}, "attn_logit_softcapping='abc' is no cap"),
+        (LLAMA | {"attn_logit_softcapping": ""}, "attn_logit_softcapping='' is no cap"),
+        (LLAMA | {"attn_logit_softcapping": []}, r"attn_logit_softcapping=\[\] is no cap"),
         (LLAMA | {"attn_logit_softcapping": [1]}, r"attn_logit_softcapping=\[1\] is no cap"),
         (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank=512 needs qk_nope_head_dim and qk_rope_head_dim"),
         (LLAMA | {"max_position_embeddings": 256}, "seq=512 is more than the 256 positions"),
@@ -142,6 +144,22 @@ def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
 def test_a_bad_config_says_what_is_wrong(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         workloads_from_hf_config(written(tmp_path, config), [512])
+
+
+@pytest.mark.parametrize("value", ["x", "false", "", 1, 0, 1.0, [], [True], {}], ids=repr)
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("use_sliding_window", {"sliding_window": 4096}),
+        ("multi_query", {}),
+        ("multi_query_attention", {}),
+        ("new_decoder_architecture", {"multi_query": True}),
+        ("is_decoder", {"model_type": "bert"}),
+    ],
+)
+def test_a_flag_is_true_or_false(tmp_path: Path, key: str, others: dict[str, Any], value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"config.json: {key}=.* must be true or false"):
+        workloads_from_hf_config(written(tmp_path, LLAMA | others | {key: value}), [512])
 
 
 @pytest.mark.parametrize("key", NOT_UNDERSTOOD)
