@@ -90,3 +90,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Says why tests were deselected."""
     if _NO_GPU in config.stash:
         terminalreporter.write_line(config.stash[_NO_GPU])
+
+
+@pytest.fixture(autouse=True)
+def told_afresh() -> None:
+    """A warning is given once in a process; in a test it counts whether an earlier one had it too."""
+    if notices := sys.modules.get("flashgen.store.notices"):
+        notices._told.clear()

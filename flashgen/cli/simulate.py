@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen.cli.options import FilePath
 from flashgen.cli.output import Table, count, emit, json_option, short_name
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument(
-    "data", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False), metavar="DATA..."
+    "data", nargs=-1, required=True, type=FilePath(exists=True, dir_okay=False), metavar="DATA..."
 )
 @click.option(
     "--sampler",

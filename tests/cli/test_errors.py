@@ -84,6 +84,7 @@ PATHS: list[tuple[str, str, list[str]]] = [
     ("export", "--model", ["--out", "X"]),
     ("export", "--out", ["--suite", "ci"]),
     ("show", "--model", []),
+    ("simulate", "", []),
     ("tune", "--model", []),
     ("verify", "", []),
 ]
