@@ -313,7 +313,7 @@ def test_what_is_no_operand_no_alignment_and_no_rule_is_said_to_be_so():
         key_padding().bind([10, 0])
     with pytest.raises(InvalidArgument, match=r"align=\['top_left'\] must be 'bottom_right' or 'top_left'"):
         causal(["top_left"])
-    with pytest.raises(InvalidArgument, match=r"'softcap' is no score rule .*, to follow softcap\(3.0\)"):
+    with pytest.raises(InvalidArgument, match=r"'softcap' must be a ScoreMod .*, to follow softcap\(3.0\)"):
         parse_score_mod("softcap(3.0)").then("softcap")
 
 
