@@ -177,7 +177,7 @@ def kernel_name(spec: AttentionSpec, config: Config) -> str:
 def kernel_hash(text: str) -> str:
     """16 hex digits over the syntax tree; a comment, a docstring or the kernel's name changes nothing."""
     tree = ast.parse(text)
-    for node in ast.walk(tree):
+    for node in (tree, *tree.body):
         if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     kernel = [node for node in tree.body if isinstance(node, ast.FunctionDef)][-1]

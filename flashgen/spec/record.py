@@ -181,7 +181,7 @@ class RecordStore(Protocol):
 DISTRUSTED = (Status.WRONG, Status.UNSTABLE)
 
 
-CANDIDATES = 8
+CANDIDATES = 4
 """How many records `rank` gives: knowing whether one is stale takes a rendering, about 1 ms."""
 
 

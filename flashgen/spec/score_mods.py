@@ -31,7 +31,8 @@ class ScoreMod(Bound):
     def then(self, other: ScoreMod) -> ScoreMod:
         """The rule that applies this one and then `other` to its result."""
         if not isinstance(other, ScoreMod):
-            raise InvalidArgument(f"{shown(other)} must be a ScoreMod from flashgen.score_mods, to follow {self}")
+            told = f"{shown(other)} must be a ScoreMod from flashgen.score_mods, to follow {self}"
+            raise InvalidArgument(told)
         one, two = self.rule, other.rule
         composed = _composed(one.text, one.name, one.form, two.text, two.name, two.form)
         return rules.combine(composed, self, other)

