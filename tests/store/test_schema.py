@@ -59,11 +59,9 @@ def test_queries_compile_for_postgresql() -> None:
     query = db._where(make.H200, "spec", "family", Status.OK, "measured").order_by(schema.measurements.c.id)
     text = str(query.compile(dialect=postgresql.dialect()))
     assert "JOIN kernels ON kernels.id = measurements.kernel" in text
-    for name, insert in db.INSERTS.items():
-        dialect = {"sqlite": sqlite, "postgresql": postgresql}[name].dialect()
-        assert str(insert(schema.targets).on_conflict_do_nothing().compile(dialect=dialect)).endswith(
-            "ON CONFLICT DO NOTHING"
-        )
+    for module in (sqlite, postgresql):
+        insert = module.insert(schema.targets).on_conflict_do_nothing()
+        assert str(insert.compile(dialect=module.dialect())).endswith("ON CONFLICT DO NOTHING")
 
 
 def test_a_plain_client_can_read_the_database(tmp_path: Path) -> None:
