@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from flashgen.store.shipped import ShippedRecords
     from flashgen.tune.dry_run import DryRun
     from flashgen.tune.plan import Plan
+    from flashgen.tune.result import Progress, TuneResult
     from flashgen.tune.simulate import Score, Simulation
-    from flashgen.tune.tuner import Progress, TuneResult
 
 SETTINGS.check()  # what a user calls first is found here
 

@@ -43,8 +43,9 @@ from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
 from flashgen.store.today import current_hash
 from flashgen.tune.plan import Plan
+from flashgen.tune.result import TuneResult
 from flashgen.tune.suites import make_workload
-from flashgen.tune.tuner import TuneResult, tune
+from flashgen.tune.tuner import tune
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,8 +29,8 @@ from flashgen.spec.config import Config
 from flashgen.store.db import TuningDB
 from flashgen.store.transfer import export_file, import_records
 from flashgen.tune.plan import Plan
+from flashgen.tune.result import Summary
 from flashgen.tune.suites import workloads_from_args
-from flashgen.tune.tuner import Summary
 
 SHAPES: dict[str, dict[str, Any]] = {
     "d128_causal_4096": {"head_dim": 128, "mask": "causal", "seq": 4096, "batch": 4},

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from flashgen.spec.attention import Workload
     from flashgen.spec.record import Record
     from flashgen.tune.dry_run import DryRun
-    from flashgen.tune.tuner import Progress, Summary, TuneResult
+    from flashgen.tune.result import Progress, Summary, TuneResult
 
 
 @click.command()

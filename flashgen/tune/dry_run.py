@@ -18,7 +18,7 @@ from flashgen.spec.config import Config
 from flashgen.spec.record import Record, Versions
 from flashgen.spec.target import Target
 from flashgen.tune.plan import Plan
-from flashgen.tune.tuner import TuneStore, first_tried, known_records
+from flashgen.tune.prior import TuneStore, first_tried, known_records
 
 COMPILE_S = 1.5
 """One compile on one core takes 1 to 2 s."""

@@ -11,30 +11,27 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, Protocol
 
 from flashgen.build.inputs import contiguous_facts
 from flashgen.codegen.families import Family, serving
 from flashgen.codegen.source import KernelSource
 from flashgen.errors import FlashGenError, StoreError, Unsupported
-from flashgen.measure import roofline
 from flashgen.measure.compile_pool import Compiled, Compiler
 from flashgen.measure.worker import Measurer, MeasuringFailed, Trial
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
-from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
+from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.spec.target import Target
-from flashgen.tune.fleet import Control, Fleet, GpuReport, Task, warnings
-from flashgen.tune.model import expected_us
+from flashgen.tune.fleet import Control, Fleet, Task
 from flashgen.tune.plan import Plan
-from flashgen.tune.search import SAMPLERS, Knowledge, Search
+from flashgen.tune.prior import TuneStore, first_tried, knowledge, known_records, learnt_us
+from flashgen.tune.result import Progress, Summary, TuneResult
+from flashgen.tune.search import SAMPLERS, Search
 
-MAX_SEEDS = 6
-"""Configs of earlier winners that a study tries first, besides the family's default."""
 FINAL_ROUNDS = 6
 FINAL_SHARE, FINAL_S = 0.1, 3.0
 """Of a workload's share of the budget, kept back for the final: a part, and at most so many seconds. As much
@@ -43,143 +40,6 @@ FIRST_S = 10.0
 """What the first trial of a workload may take of later ones' shares: one trial is far better than none."""
 GRACE_S = 5.0
 """What readying a workload, or compiling the last winners for good, may take beyond the budget."""
-RETRIED = (Status.OUT_OF_MEMORY,)
-"""Outcomes that say more about the moment than about the config: measured again by the next run."""
-RETRIED_COMPILES = (Status.TIMEOUT, Status.CRASH)
-"""The same of compiles, where a machine that is busy or fails looks like a kernel that cannot be compiled."""
-
-
-class TuneStore(RecordStore, Protocol):
-    """What the tuner needs of the record database; `store.db.TuningDB` has it."""
-
-    def add(self, record: Record) -> bool:
-        """Stores a record; it is safe when this returns."""
-        ...
-
-    def records(
-        self,
-        target: Target | None = None,
-        spec_key: str | None = None,
-        family: str | None = None,
-        status: Status | None = None,
-        source: str | None = None,
-    ) -> Iterator[Record]:
-        """Stored records, oldest first."""
-        ...
-
-    def hints(self, workload: Workload, target: Target) -> tuple[Record, ...]:
-        """Records of other GPUs."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands, after each trial."""
-
-    workload: Workload
-    index: int
-    """Of the workload, from 0."""
-    total: int
-    """Workloads of the run."""
-    family: str
-    trial: int
-    """Trials of this study so far, those of earlier runs included."""
-    limit: int
-    """Trials this study can reach at most."""
-    best: Record | None
-    """The fastest right kernel of this workload so far."""
-    last: Record | None
-    """What was just measured; None when a study begins from records of earlier runs."""
-    elapsed_s: float
-    left_s: float | None
-    """Until the run's budget ends, or what the trials left should take; None while nobody can know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What tuning one workload gave."""
-
-    workload: Workload
-    winner: Record | None
-    """As the store ranks this run's kind of records when the workload is done; None if no config is right."""
-    default_us: float | None
-    """Time of the family's default config, measured with the finalists."""
-    trials: int
-    """Measured in this run."""
-    resumed: int
-    """Known from earlier runs, or from a GPU that was lost in this one."""
-    space: int
-    """Feasible configs of all families."""
-    refused: int
-    """Configs that were refused before any compile."""
-    outcomes: dict[str, int]
-    """How many trials ended with each status."""
-    seconds: float
-    problem: str = ""
-    """Why the workload could not be tuned, or not to the end."""
-
-    @property
-    def tflops(self) -> float | None:
-        """TFLOP/s of a measured winner, counting the pairs that the mask leaves."""
-        if self.winner is None or self.winner.measurement.source == "model":
-            return None
-        return roofline.flops(self.workload) / self.winner.median_us / 1e6
-
-    @property
-    def gain(self) -> float | None:
-        """How many times faster than the default config the winner is."""
-        if self.winner is None or self.default_us is None:
-            return None
-        return self.default_us / self.winner.median_us
-
-    def to_json(self) -> dict[str, Any]:
-        """As `flashgen tune --json` prints it."""
-        return {
-            "workload": self.workload.to_json(),
-            "winner": None if self.winner is None else self.winner.to_json(),
-            "median_us": None if self.winner is None else self.winner.median_us,
-            "tflops": self.tflops,
-            "default_us": self.default_us,
-            "gain": self.gain,
-            "trials": self.trials,
-            "resumed": self.resumed,
-            "space": self.space,
-            "refused": self.refused,
-            "outcomes": self.outcomes,
-            "seconds": self.seconds,
-            "problem": self.problem,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TuneResult:
-    """What a run gave; also when it was interrupted, for all that was measured is stored."""
-
-    target: Target
-    summaries: tuple[Summary, ...]
-    seconds: float
-    interrupted: bool = False
-    problem: str = ""
-    """What ended the run early: the database, the GPU."""
-    gpus: tuple[GpuReport, ...] = ()
-    """What each GPU did, where there are several."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """One for each GPU whose times are not comparable with the others'."""
-        return warnings(self.gpus)
-
-    def to_json(self) -> dict[str, Any]:
-        """As `flashgen tune --json` prints it."""
-        return {
-            "target": self.target.to_json(),
-            "workloads": [summary.to_json() for summary in self.summaries],
-            "seconds": self.seconds,
-            "interrupted": self.interrupted,
-            "problem": self.problem,
-            "gpus": [gpu.to_json() for gpu in self.gpus],
-            "warnings": list(self.warnings),
-        }
 
 
 def tune(
@@ -395,7 +255,7 @@ class _Gpu:
                 break
             measurement = self._measured(job, flight.config, flight.compiled.result())
             record = self._record(job, family, flight, measurement)
-            search.tell(flight.config, _learnt_us(measurement))
+            search.tell(flight.config, learnt_us(measurement))
             known += 1
             self._report(job, family, known, limit, record)
         for flight in flying:  # the time was up: what nobody waits for need not be compiled
@@ -422,40 +282,17 @@ class _Gpu:
         job.defaults.append(default)
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)
-        knowledge = self._knowledge(job, space, stored)
-        search = Search(space, self._plan.sampler, seeds, self._plan.seed, knowledge)
+        informed = SAMPLERS[self._plan.sampler].informed
+        known_before = knowledge(job.workload, space, self._target, stored) if informed else None
+        search = Search(space, self._plan.sampler, seeds, self._plan.seed, known_before)
         known = known_records(stored, job.workload, space, job.density, self._versions, self._compiler)
         for record in known:
             job.resumed += record.config not in job.found
             job.found[record.config] = record
         for config, record in job.found.items():
             if config.family == family.name:
-                search.learn(config, _learnt_us(record.measurement))
+                search.learn(config, learnt_us(record.measurement))
         return space, search
-
-    def _knowledge(self, job: _Job, space: Sequence[Config], stored: Sequence[Record]) -> Knowledge:
-        """What the cost model expects, and how wrong it was at the nearest workload that was measured."""
-        if not SAMPLERS[self._plan.sampler].informed:
-            return Knowledge()
-        expected = {config: expected_us(job.workload, config, self._target) for config in space}
-        times: dict[Workload, dict[Config, float]] = {}
-        for record in stored:
-            learnt = _learnt_us(record.measurement)
-            if record.workload != job.workload and record.config in expected and learnt is not None:
-                times.setdefault(record.workload, {})[record.config] = learnt
-        bucket = job.workload.bucket()
-        near = min(
-            times, key=lambda other: (bucket.distance(other.bucket()), -len(times[other])), default=None
-        )
-        if near is None:
-            return Knowledge(expected)
-        there = {config: expected_us(near, config, self._target) for config in times[near]}
-        errors = {
-            config: math.log(time / there[config])
-            for config, time in times[near].items()
-            if math.isfinite(there[config])
-        }
-        return Knowledge(expected, errors)
 
     def _final(self, job: _Job) -> None:
         """Measures the best again, interleaved, until no config outside looks faster than the winner.
@@ -600,67 +437,6 @@ class _Gpu:
             seconds=time.monotonic() - job.started,
             problem=job.problem,
         )
-
-
-# What a study starts from
-
-
-def first_tried(
-    store: TuneStore, workload: Workload, target: Target, default: Config, winners: Sequence[Config] = ()
-) -> list[Config]:
-    """The default, then winners: of this and neighbouring workloads, of this run, of other GPUs.
-
-    Args:
-        default: of the family that is searched; winners of other families are left out.
-        winners: of this run so far, the latest last.
-    """
-    ranked = store.ranked(workload, target)
-    hints = store.hints(workload, target)
-    near = [record.config for record in ranked[: MAX_SEEDS // 2]]
-    far = [record.config for record in hints[: MAX_SEEDS // 2]]
-    found = [*near, *reversed(winners), *far]
-    return [default, *[config for config in found if config.family == default.family][:MAX_SEEDS]]
-
-
-def known_records(
-    stored: Iterable[Record],
-    workload: Workload,
-    space: Sequence[Config],
-    density: str,
-    versions: Versions,
-    compiler: Compiler,
-) -> Iterator[Record]:
-    """Records of earlier runs that need no repetition: same sizes, same kernel, same compiler.
-
-    Args:
-        stored: of the workload's spec and target, and of the source that is worked with.
-        space: the feasible configs.
-        compiler: renders the kernels that records are compared with.
-    """
-    feasible = frozenset(space)
-    for record in stored:
-        if (
-            record.workload == workload
-            and record.config in feasible
-            and not _of_the_moment(record.measurement)
-            and record.density == density
-            and record.versions.triton == versions.triton
-            and record.kernel_hash == compiler.source(workload.spec, record.config).hash
-        ):
-            yield record
-
-
-def _of_the_moment(measurement: Measurement) -> bool:
-    """Whether an outcome deserves another try by the next run; without registers there was no kernel yet."""
-    uncompiled = measurement.registers is None
-    return measurement.status in RETRIED or (uncompiled and measurement.status in RETRIED_COMPILES)
-
-
-def _learnt_us(measurement: Measurement) -> float | None:
-    """What a search learns from an outcome: a time, or that it failed."""
-    if measurement.status in (Status.OK, Status.SLOW):
-        return measurement.median_us
-    return None
 
 
 def _with_error(final: Measurement, quick: Measurement) -> Measurement:

@@ -14,7 +14,7 @@ from flashgen.cli.output import console
 from flashgen.cli.tune import _Page, _show
 from flashgen.spec.masks import causal, sliding_window
 from flashgen.tune.fleet import GpuReport
-from flashgen.tune.tuner import Progress, Summary, TuneResult
+from flashgen.tune.result import Progress, Summary, TuneResult
 
 WORKLOADS = [landscape.workload(q_len) for q_len in (4096, 2048, 1024)]
 RECORDS = landscape.records(WORKLOADS[0])

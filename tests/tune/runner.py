@@ -19,7 +19,8 @@ from flashgen.measure.worker import Trial
 from flashgen.spec.record import Measurement
 from flashgen.store.db import TuningDB
 from flashgen.tune.plan import Plan
-from flashgen.tune.tuner import Progress, tune
+from flashgen.tune.result import Progress
+from flashgen.tune.tuner import tune
 
 
 class Slowly(Replay):

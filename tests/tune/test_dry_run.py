@@ -34,7 +34,8 @@ from flashgen.tune.dry_run import (
     pace_of,
 )
 from flashgen.tune.plan import Plan
-from flashgen.tune.tuner import Summary, tune
+from flashgen.tune.result import Summary
+from flashgen.tune.tuner import tune
 
 SPACE = landscape.space()
 DEFAULT = landscape.FAMILY.find("m128n64w4s2_tma_heads")

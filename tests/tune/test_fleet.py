@@ -33,7 +33,8 @@ from flashgen.store.today import current_hash
 from flashgen.tune import fleet
 from flashgen.tune.fleet import GpuReport, warnings
 from flashgen.tune.plan import Plan
-from flashgen.tune.tuner import Progress, TuneResult, tune
+from flashgen.tune.result import Progress, TuneResult
+from flashgen.tune.tuner import tune
 
 WORKLOADS = [landscape.workload(seq) for seq in (4096, 2048, 1024, 512)]
 RECORDS = landscape.records(*WORKLOADS)

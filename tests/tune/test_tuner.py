@@ -35,7 +35,8 @@ from flashgen.store.db import TuningDB
 from flashgen.store.today import current_hash
 from flashgen.tune import tuner
 from flashgen.tune.plan import Plan
-from flashgen.tune.tuner import Progress, TuneResult, tune
+from flashgen.tune.result import Progress, TuneResult
+from flashgen.tune.tuner import tune
 
 SPACE = landscape.space()
 DEFAULT = landscape.FAMILY.find("m128n64w4s2_tma_heads")
