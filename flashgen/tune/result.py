@@ -35,7 +35,7 @@ class Progress:
     """Until the run's budget ends, or what the trials left should take; None while nobody can know."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Summary:
     """What tuning one workload gave."""
 
@@ -57,6 +57,12 @@ class Summary:
     seconds: float
     problem: str = ""
     """Why the workload could not be tuned, or not to the end."""
+
+    def __repr__(self) -> str:
+        """What a session shows: a line, not the syntax trees of masks."""
+        if self.winner is None:
+            return f"<Summary {self.workload.name}: {self.problem or 'no winner'}>"
+        return f"<Summary {self.workload.name}: {self.winner.config.name}, {self.winner.median_us:.1f} us>"
 
     @property
     def tflops(self) -> float | None:
@@ -91,7 +97,7 @@ class Summary:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TuneResult:
     """What a run gave; also when it was interrupted, for all that was measured is stored."""
 
@@ -103,6 +109,11 @@ class TuneResult:
     """What ended the run early: the database, the GPU."""
     gpus: tuple[GpuReport, ...] = ()
     """What each GPU did, where there are several."""
+
+    def __repr__(self) -> str:
+        """What a session shows."""
+        of = ", ".join(map(repr, self.summaries))
+        return f"<TuneResult {self.target.name or self.target.key}, {self.seconds:.0f} s: {of or 'nothing'}>"
 
     @property
     def warnings(self) -> tuple[str, ...]:

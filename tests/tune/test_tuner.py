@@ -91,6 +91,17 @@ def test_a_quarter_of_the_space_is_enough(store: TuningDB) -> None:
     assert summary.tflops == pytest.approx(flops / summary.winner.median_us / 1e6, rel=1e-3)
 
 
+def test_a_result_shows_itself_in_a_line(store: TuningDB) -> None:
+    result = run(store, trials=3)
+    winner = result.summaries[0].winner
+    assert winner is not None
+    told = f"<Summary b4h32kv8q4096k4096: {winner.config.name}, {winner.median_us:.1f} us>"
+    assert repr(result.summaries[0]) == told and told in repr(result)
+    assert repr(result).startswith("<TuneResult nvidia-h200, 0 s: ") and len(repr(result)) < 200
+    nothing = replace(result.summaries[0], winner=None, problem="it does not fit")
+    assert repr(nothing) == "<Summary b4h32kv8q4096k4096: it does not fit>"
+
+
 def test_every_outcome_is_stored_with_its_reason(store: TuningDB) -> None:
     measurer = Noted(landscape.records())
     (summary,) = run(store, measurer, trials=60).summaries
