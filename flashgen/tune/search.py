@@ -137,7 +137,8 @@ class _Guided:
 
     It starts from the cost model's ranking, corrects it by what is measured, and asks for the config with the
     largest expected improvement. What failed is not asked again and teaches nothing. On the recorded spaces
-    (`flashgen simulate`) it finds the best within 1 % in 2 to 26 trials of 368, where TPE takes 90.
+    (`flashgen simulate`) it ends at the best, or within 0.6 %, after 20 to 38 trials of 368; with as many TPE
+    misses one of four by 13 %.
     """
 
     def __init__(self, space: Sequence[Config], seed: int, knowledge: Knowledge) -> None:
