@@ -23,7 +23,7 @@ from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import check, transformed
+from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
@@ -380,10 +380,9 @@ def explain(
         mask = translated
     call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
     if transformed():
-        why = "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
-        return explanations.explain_without_kernel(call, why)
+        return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     if _differentiated(q, k, v):
-        return explanations.explain_without_kernel(call, "a gradient is needed, and no kernel gives one yet")
+        return explanations.explain_without_kernel(call, NEEDS_GRADIENT)
     if call.empty:
         return Explanation.of_nothing(explanations.describe_call(call), str(q.device))
     if not q.is_cuda:

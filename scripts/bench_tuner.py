@@ -36,6 +36,7 @@ from flashgen.codegen.families import find_family
 from flashgen.measure.compile_pool import CompilePool, cores
 from flashgen.measure.peers import versions
 from flashgen.measure.worker import Worker
+from flashgen.settings import VERSION
 from flashgen.spec import masks
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.record import Measurement, Record, Status, Versions
@@ -100,7 +101,7 @@ def filled(path: Path) -> Workload:
                 config=config,
                 measurement=Measurement(Status.OK, 100.0 + at, 99.0, 200.0, 9),
                 kernel_hash="",
-                versions=Versions("0.1.0", toolchain().triton),
+                versions=Versions(VERSION, toolchain().triton),
                 admission=family.admission(config),
                 created_at=datetime.now(timezone.utc).isoformat(),
             )
@@ -234,7 +235,7 @@ def serial() -> Iterator[Row]:
             machine = worker.machine()
             with CompilePool(machine.target, toolchain(), ahead, cache=Path(cache, "artifacts")) as pool:
                 pool.ahead = ahead or pool.ahead
-                made = Versions("0.1.0", toolchain().triton, machine.torch, machine.driver)
+                made = Versions(VERSION, toolchain().triton, machine.torch, machine.driver)
                 result = tune(
                     (work,),
                     store=db,

@@ -150,8 +150,7 @@ def import_(ctx: click.Context, files: tuple[str, ...], url: str, as_json: bool)
     def show(console: Console) -> None:
         for name, report in reports.items():
             console.print(
-                f"{name}: {report.added} added, {report.skipped} were there already, {len(report.bad)} bad",
-                markup=False,
+                f"{name}: {report.added} added, {report.skipped} were there already, {len(report.bad)} bad"
             )
             for line, problem in report.bad:
                 console.print(f"  line {line}: {problem}")

@@ -107,6 +107,10 @@ class Call:
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
+NEEDS_GRADIENT = "a gradient is needed, and no kernel gives one yet"
+IS_TRANSFORMED = "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
+
+
 def transformed() -> bool:
     """Whether torch differentiates forward, or a transform of `torch.func` is at work: 0.1 us.
 

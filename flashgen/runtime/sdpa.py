@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashgen.runtime.checks import DTYPE_NAMES, FULL, MAX_SCALE, transformed
+from flashgen.runtime.checks import (
+    DTYPE_NAMES,
+    FULL,
+    IS_TRANSFORMED,
+    MAX_SCALE,
+    NEEDS_GRADIENT,
+    transformed,
+)
 from flashgen.spec import masks
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.spec.masks import Mask
@@ -81,9 +88,9 @@ def _not_served(
     if key.device != device or value.device != device:
         return "the tensors are on different devices"
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
-        return "a gradient is needed, and no kernel gives one yet"
+        return NEEDS_GRADIENT
     if transformed():
-        return "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
+        return IS_TRANSFORMED
     if dropout_p != 0.0:  # also what is no number
         return f"dropout_p={dropout_p}: no kernel drops weights"
     if enable_gqa is not False and not (enable_gqa is True or isinstance(enable_gqa, _FLAGS)):

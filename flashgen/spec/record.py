@@ -214,7 +214,13 @@ def rank(
     A stale record is refused too where today's kernel of its config failed, for that is what would run.
     A config stands in the answer once.
     """
-    sizes_of = _Sizes()
+    records = list(records)
+    workloads = {id(record.workload): record.workload for record in records}  # shared: each is read once
+    all_sizes = {key: _sizes(each) for key, each in workloads.items()}
+
+    def sizes_of(record: Record) -> tuple[float, ...]:
+        return all_sizes[id(record.workload)]
+
     verdicts: dict[tuple[object, ...], Record] = {}
     for record in records:
         key = (sizes_of(record), _kernel(record))
@@ -308,20 +314,6 @@ def rank_hints(
 def _sizes(workload: Workload) -> tuple[float, ...]:
     params = (value for _, value in workload.params)
     return (workload.batch, workload.heads, workload.kv_heads, workload.q_len, workload.k_len, *params)
-
-
-class _Sizes:
-    """`_sizes` of records' workloads, each read once: records share them, and ranking asks six times."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Workload, tuple[float, ...]]] = {}
-
-    def __call__(self, record: Record) -> tuple[float, ...]:
-        workload = record.workload
-        known = self._known.get(id(workload))
-        if known is None:  # the workload is kept too, so that its id stays its own
-            known = self._known[id(workload)] = (workload, _sizes(workload))
-        return known[1]
 
 
 def _size_distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:

@@ -109,8 +109,18 @@ def check_record(record: Record) -> None:
             raise InvalidArgument(f"workload {workload.name}: {name}={value} must be finite")
 
 
-_KERNEL_TEXTS = ("target", "vendor", "family", "kernel_hash", "admission", "density")
-_TEXTS = (*_KERNEL_TEXTS, "flashgen", "triton", "torch", "driver")
+_TEXTS = (
+    "target",
+    "vendor",
+    "family",
+    "kernel_hash",
+    "admission",
+    "density",
+    "flashgen",
+    "triton",
+    "torch",
+    "driver",
+)
 
 
 @lru_cache(maxsize=4096)

@@ -167,13 +167,13 @@ def _study(
     known = {record.config for record in records}
     unseen = frozenset(space) - known
     wanted = dict.fromkeys(first_tried(store, workload, target, default))
-    reasons = ((config, family.refuses(config, spec, target, facts)) for config in configs)
+    reasons = (family.refuses(config, spec, target, facts) for config in configs)
     return Study(
         workload=workload,
         family=family.name,
         configs=len(configs),
         feasible=len(space),
-        refused=grouped(reason.replace(config.name, "").strip() for config, reason in reasons if reason),
+        refused=grouped(filter(None, reasons)),
         first=tuple(config for config in wanted if config in unseen),
         known=len(known),
         trials=max(plan.trial_limit(len(space)) - len(known), 0),

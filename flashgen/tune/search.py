@@ -289,12 +289,6 @@ SAMPLERS = {
 }
 
 
-def runs_here(name: str) -> bool:
-    """Whether what a sampler needs is installed."""
-    needs = SAMPLERS[name].needs
-    return not needs or importlib.util.find_spec(needs) is not None
-
-
 def check_sampler(name: str) -> None:
     """Raises unless a sampler can be used.
 
@@ -304,6 +298,6 @@ def check_sampler(name: str) -> None:
     """
     if name not in SAMPLERS:
         raise UnknownName("sampler", name, SAMPLERS)
-    if not runs_here(name):
-        needs = SAMPLERS[name].needs
+    needs = SAMPLERS[name].needs
+    if needs and importlib.util.find_spec(needs) is None:
         raise InvalidArgument(f"sampler {name} needs {needs}, which is not installed: pip install {needs}")

@@ -22,14 +22,12 @@ from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Record, Status, rank, rank_hints
 from flashgen.spec.target import Target
-from flashgen.tune.plan import Plan
+from flashgen.tune.plan import DEFAULT_SHARE, Plan
 from flashgen.tune.search import SAMPLERS, check_sampler
 from flashgen.tune.tuner import tune
 
 LEAST_COVERED = 0.9
 """Of a workload's feasible configs, that must be recorded: the best of fewer may not be the best there is."""
-SHARE = 0.1
-"""Of the feasible space, that a run may try where nothing is said."""
 SEEDS = 20
 """Runs of each sampler on each workload where nothing is said."""
 
@@ -200,7 +198,7 @@ def simulate(
         samplers: rows of `search.SAMPLERS`; none: all but the exhaustive ones, and what cannot run here is
             left out with its reason.
         trials: at most so many in each study.
-        share: in place of `trials`, that part of the feasible space; `SHARE` if neither is given.
+        share: in place of `trials`, that part of the feasible space; `DEFAULT_SHARE` if neither is given.
         noise: relative standard deviation of each quick timing, as a GPU's vary.
         ahead: candidates that are asked for before the first of them is measured.
         plan: the rest of what a run is told; its sampler, trials and seed are replaced.
@@ -219,7 +217,7 @@ def simulate(
     for name in names:
         together: list[Run] = []
         for landscape in landscapes:
-            limit = trials or _limit(landscape, target, SHARE if share is None else share)
+            limit = trials or _limit(landscape, target, DEFAULT_SHARE if share is None else share)
             plans = [replace(plan or Plan(), sampler=name, trials=limit, seed=seed) for seed in range(seeds)]
             runs = [_run(landscape, target, each, noise, ahead) for each in plans]
             scores.append(Score(name, landscape.workload, tuple(runs)))

@@ -283,8 +283,8 @@ class _Gpu:
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)
         informed = SAMPLERS[self._plan.sampler].informed
-        known_before = knowledge(job.workload, space, self._target, stored) if informed else None
-        search = Search(space, self._plan.sampler, seeds, self._plan.seed, known_before)
+        before = knowledge(job.workload, space, self._target, stored) if informed else None
+        search = Search(space, self._plan.sampler, seeds, self._plan.seed, before)
         known = known_records(stored, job.workload, space, job.density, self._versions, self._compiler)
         for record in known:
             job.resumed += record.config not in job.found
