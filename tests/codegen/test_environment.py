@@ -7,6 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
+
+from flashgen.codegen.environment import _Compiled
+
+
+def test_a_compiled_template_counts_for_one_text_only(tmp_path: Path) -> None:
+    templates, cache = tmp_path / "templates", tmp_path / "cache"
+    templates.mkdir()
+    texts = []
+    for text in ("one", "two"):
+        (templates / "t").write_text(text)
+        loader = jinja2.FileSystemLoader(templates)
+        made = jinja2.Environment(loader=loader, bytecode_cache=_Compiled(cache))
+        texts.append(made.get_template("t").render())
+    assert texts == ["one", "two"] and len(list(cache.iterdir())) == 1
+
 
 def test_compiled_templates_are_kept_and_a_bad_folder_or_entry_is_no_cache(tmp_path: Path) -> None:
     """Rendered by fresh processes: cold, warm, with damaged entries, and where the folder is a file."""

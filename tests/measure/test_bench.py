@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.measure.bench import GRAPH_BELOW_US, compare, time_kernel
+from flashgen.measure.bench import GRAPH_BELOW_US, MOST_HEAT, QUICK, WARMUP, compare, time_kernel
 from flashgen.spec.record import Status
 
 
@@ -124,6 +124,15 @@ def test_a_comparison_alternates_and_takes_medians_of_passes() -> None:
     assert {name: t.median_us for name, t in timings.items()} == {"a": 1000.0, "b": 2000.0, "c": 500.0}
     assert {t.passes for t in timings.values()} == {4}
     assert {t.method for t in timings.values()} == {"events"}
+
+
+def test_a_comparison_begins_on_a_warm_card() -> None:
+    """0.3 s of load, shared alike; kernels bound by their launch get no endless number of launches."""
+    clock = SetClock()
+    compare({"a": kernel(1000.0), "b": kernel(3000.0), "c": kernel(1.0)}, clock, passes=1)
+    ready = [("warm", WARMUP), ("each", QUICK)]
+    assert clock.asked[:6] == 3 * ready
+    assert clock.asked[6:9] == [("warm", 100), ("warm", 34), ("warm", MOST_HEAT)]
 
 
 def test_a_drifting_card_hurts_all_that_are_compared_alike() -> None:

@@ -66,6 +66,15 @@ LEFT_TO_TORCH: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dim", [12, 264])
+def test_a_head_dim_of_v_that_is_not_served_is_left_to_torch(dim: int) -> None:
+    q, k, v = draw()
+    v = torch.randn(*v.shape[:3], dim)
+    told = translate(q, k, v, None, 0.0, False, None, False)
+    assert isinstance(told, str) and str(dim) in told
+    torch.testing.assert_close(flashgen.sdpa(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
 @pytest.mark.parametrize("case", SERVED)
 def test_what_is_served_means_what_torch_means(case: str) -> None:
     sizes, options, mask = SERVED[case]

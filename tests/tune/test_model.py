@@ -20,6 +20,7 @@ from flashgen.spec.masks import Mask, causal, full
 from flashgen.spec.record import Status
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
+from flashgen.store.transfer import read_records
 from flashgen.tune.model import Footprint, ModelMeasurer, estimate_us, occupancy
 from flashgen.tune.plan import Plan
 from flashgen.tune.suites import suite_workloads
@@ -95,6 +96,21 @@ def test_it_ranks_measured_kernels_mostly_right(
     assert sum(right) / len(right) > 0.75
     chosen = min(pairs, key=lambda pair: pair[1])[0]
     assert chosen < 1.25 * min(pairs)[0], "its first choice is a good one"
+
+
+def test_what_a_kernel_will_take_is_known_well_enough_before_it_is_compiled() -> None:
+    """Of tiles that the asynchronous products take whole; and every one that spills much is seen to."""
+    files = sorted((Path(__file__).parents[1] / "data" / "exhaustive").glob("*.jsonl"))
+    off, spilled = [], 0
+    for record in read_records(files):
+        found, measured = Footprint.expected(record.config, record.workload.spec, H200), record.measurement
+        assert measured.registers is not None and measured.spill_bytes is not None
+        if found.num_warps * 16 <= record.config.number("block_m"):
+            off.append(abs(found.registers - measured.registers))
+        if measured.spill_bytes > 64:
+            spilled += 1
+            assert found.spill_bytes > 0 and found.registers == 255, record.config.name
+    assert len(off) == 552 and sum(off) / len(off) < 16 and spilled == 63
 
 
 def test_occupancy_is_the_tightest_of_four_limits() -> None:
