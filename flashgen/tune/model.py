@@ -60,7 +60,7 @@ class Footprint:
 
     @classmethod
     def expected(cls, config: Config, spec: AttentionSpec, target: Target) -> Footprint:
-        """Before it is compiled: the registers for accumulator, scores and probabilities, and the shared memory
+        """Before it is compiled: registers for accumulator, scores and probabilities, and the shared memory
         that the family says it needs at most.
 
         A fit to recorded kernels (tests/data/exhaustive): where every four warps have 64 rows, the registers
