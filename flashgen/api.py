@@ -765,7 +765,7 @@ def export(
         for family in serving(workload.spec, to)[:1]:
             for spec, facts in wanted(workload.spec, "any"):
                 if facts == ANY_CALL:
-                    kinds[spec, family.default(spec, to, facts), facts] = None
+                    kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
     if missing:
         listed = "\n  ".join(missing)
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")

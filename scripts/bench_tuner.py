@@ -214,7 +214,7 @@ def suite() -> Iterator[Row]:
 
 
 def serial() -> Iterator[Row]:
-    """24 random configs of one workload: compiled ahead by all cores, and one after another by one."""
+    """48 random configs of one workload: compiled ahead by all cores, and one after another by one."""
     work = make_workload(
         head_dim=128,
         heads=32,
@@ -225,7 +225,7 @@ def serial() -> Iterator[Row]:
         dtype="bf16",
         batch=4,
     )
-    plan = Plan(sampler="random", trials=24)
+    plan = Plan(sampler="random", trials=48)
     for ahead in (None, 1):
         with (
             Worker(0) as worker,

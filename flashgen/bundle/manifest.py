@@ -58,7 +58,7 @@ _ABI = {
         },
         MAX_FILES,
     ),
-    "grid": {"rule": Text(), "block_m": _COUNT},
+    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT},
     "num_warps": _COUNT,
     "num_stages": _COUNT,
     "facts": {"access": Text(), "tma": Flag(), "wide": Flag()},
@@ -67,6 +67,7 @@ _ARTIFACT = {
     "name": Text(),
     "cubin_sha256": Text(),
     "abi": _ABI,
+    "num_warps": Number(most=32),
     "shared_bytes": _COUNT,
     "registers": Number(most=255),
     "spill_bytes": Number(most=512 * KIB),  # local memory of a thread

@@ -151,7 +151,7 @@ class _Shown:
                 return cls(workload.spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":
-            config = families[0].default(workload.spec, target, facts)
+            config = families[0].default(workload.spec, target, facts, workload.heads_per_kv)
             untuned = "" if asked == name else ": no tuned record serves this"
             return cls(workload.spec, config, target, facts, f"default config{untuned}")
         problems = []
@@ -161,7 +161,7 @@ class _Shown:
             except InvalidArgument as error:
                 problems.append(str(error))
                 continue
-            if reason := each.fits(config, workload.spec, target) or each.admits(config, facts):
+            if reason := each.refuses(config, workload.spec, target, facts, workload.heads_per_kv):
                 raise InvalidArgument(f"{name}: {reason}; `--config default` always fits")
             return cls(workload.spec, config, target, facts, "as asked")
         raise InvalidArgument("; ".join(problems))
@@ -180,7 +180,7 @@ class _Shown:
             "spill_bytes": artifact.spill_bytes,
             "shared_bytes": artifact.shared_bytes,
             "shared_available": self.target.shared_per_block,
-            "threads": 32 * artifact.abi.num_warps,
+            "threads": 32 * artifact.num_warps,
             "cubin_bytes": len(artifact.cubin),
             "arguments": [arg.name for arg in artifact.abi.args if arg.constant is None],
         }

@@ -21,21 +21,26 @@ AXES = ("batch", "head", "row", "dim")
 SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_dim", "head_dim_v")
 
 
-GRID_RULES = ("row_tiles",)
+GRID_RULES = ("row_tiles", "persistent")
+
+WORKSPACE = "workspace"
+"""Beside the environment: a few zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
 
 # What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
-_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,1,\d+,\d+\]>"
+_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
     r"lse|operand\.\w+": _POINTER,
     "|".join(SIZES): "i32",
     "scale": "fp32",
     r"param\.\w+": "i32|fp32",
+    WORKSPACE: r"\*i32",
 }
 _STRIDE = r"[\w.]+\.stride\.\w+"
-_ALLOCATED = ("out", "lse")  # by FlashGen: aligned whatever the call is
+_ALLOCATED = ("out", "lse", WORKSPACE)  # by FlashGen: aligned whatever the call is
 _RANGES = {
     "grid.block_m": (1, 1024),
+    "grid.pack": (1, 64),
     "num_warps": (1, 32),
     "num_stages": (1, 64),
     "divisor": (1, 16),
@@ -102,17 +107,21 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Launch grid: `row_tiles` is ceil(q_len / block_m) x heads x batch programs, all on x.
+    """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.
 
-    x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own.
+    x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
+    is as many at most as the GPU has multiprocessors.
     """
 
     rule: str
     block_m: int
+    pack: int = 1
+    """Heads of one key head that a tile holds."""
 
-    def blocks(self, batch: int, heads: int, q_len: int) -> int:
+    def blocks(self, batch: int, heads: int, q_len: int, multiprocessors: int) -> int:
         """Number of programs on x."""
-        return -(-q_len // self.block_m) * heads * batch
+        tiles = -(-q_len // self.block_m) * (heads // self.pack) * batch
+        return tiles if self.rule == "row_tiles" else min(tiles, multiprocessors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +140,11 @@ class Abi:
         if self.grid.rule not in GRID_RULES:
             raise UnknownName("grid.rule", self.grid.rule, GRID_RULES)
         _check_range("grid.block_m", self.grid.block_m)
+        _check_range("grid.pack", self.grid.pack)
         _check_range("num_warps", self.num_warps)
         _check_range("num_stages", self.num_stages)
         for arg in self.args:
-            if arg.source not in self.environment:
+            if arg.source not in (*self.environment, WORKSPACE):
                 raise InvalidArgument(f"{arg.name}: source={arg.source!r} is no entry of the environment")
             self._check(arg)
 
@@ -160,7 +170,7 @@ class Abi:
         return {
             "environment": list(self.environment),
             "args": [{name: getattr(arg, name) for name in Arg.__slots__} for arg in self.args],
-            "grid": {"rule": self.grid.rule, "block_m": self.grid.block_m},
+            "grid": {"rule": self.grid.rule, "block_m": self.grid.block_m, "pack": self.grid.pack},
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "facts": {"access": self.facts.access, "tma": self.facts.tma, "wide": self.facts.wide},

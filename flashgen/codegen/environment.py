@@ -55,10 +55,15 @@ class _Compiled(jinja2.FileSystemBytecodeCache):
             super().dump_bytecode(bucket)
 
 
+def in_gluon(text: str) -> str:
+    """Lines of Triton as Gluon spells them: what the partials share means the same in both."""
+    return re.sub(r"\btl\.", "gl.", text).replace("@triton.jit", "@gluon.jit")
+
+
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
     """The one environment of the process; templates lie beside the package or inside the wheel."""
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(data_folder("templates")),
         bytecode_cache=_Compiled(SETTINGS.cache_dir() / "templates"),
         extensions=[Reindent],
@@ -68,6 +73,8 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    made.filters["in_gluon"] = in_gluon
+    return made
 
 
 def tidy(text: str) -> str:

@@ -160,14 +160,15 @@ def _study(
 ) -> Study:
     spec, facts = workload.spec, contiguous_facts(workload)
     configs = family.all_configs()
-    space = family.feasible(spec, target, facts)
-    default = family.default(spec, target, facts)
+    space = family.feasible(spec, target, facts, workload.heads_per_kv)
+    default = family.default(spec, target, facts, workload.heads_per_kv)
     stored = store.records(target, spec.key, family.name, source=source)
     records = known_records(stored, workload, space, density(workload), versions, compiler)
     known = {record.config for record in records}
     unseen = frozenset(space) - known
     wanted = dict.fromkeys(first_tried(store, workload, target, default))
-    reasons = (family.refuses(config, spec, target, facts) for config in configs)
+    group = workload.heads_per_kv
+    reasons = (family.refuses(config, spec, target, facts, group) for config in configs)
     return Study(
         workload=workload,
         family=family.name,

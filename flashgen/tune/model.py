@@ -34,6 +34,8 @@ SPILLS_THAT_DOUBLE = 768
 """Bytes of spilled registers of a thread at which a tile takes twice as long."""
 POINTER_LOADS = 1.25
 """Addresses of pointer loads take registers and instructions that descriptors do not."""
+OVERLAP_OF_PARTITIONS = 0.8
+"""Of products and softmax, where a producer loads and warpgroups run free of each other."""
 OPS_PER_SCORE = 6.0
 """Float32 instructions for each score besides exp2: scale, maximum, subtract, sum, convert."""
 
@@ -56,7 +58,7 @@ class Footprint:
     @classmethod
     def of(cls, artifact: Artifact) -> Footprint:
         """As the compiler reported it."""
-        return cls(artifact.abi.num_warps, artifact.registers, artifact.spill_bytes, artifact.shared_bytes)
+        return cls(artifact.num_warps, artifact.registers, artifact.spill_bytes, artifact.shared_bytes)
 
     @classmethod
     def expected(cls, config: Config, spec: AttentionSpec, target: Target) -> Footprint:
@@ -66,11 +68,16 @@ class Footprint:
         A fit to recorded kernels (tests/data/exhaustive): where every four warps have 64 rows, the registers
         are off by 15 on average; smaller tiles, which never win a prefill, take 61 more than it says.
         """
-        warps, block_m = config.number("num_warps"), config.number("block_m")
-        accumulators = block_m * spec.head_dim_v / (32 * warps)
-        scores = block_m * config.number("block_n") / (32 * warps)
+        family = find_family(config.family)
+        tiling = family.tiling(config)
+        if tiling.warps:  # warp-specialised: the multiprocessor's registers are dealt out, and one block has all
+            shared = family.shared_bytes(config, spec, target).most
+            return cls(tiling.warps, REGISTERS // (32 * tiling.warps), 0, shared)
+        warps = tiling.num_warps
+        accumulators = tiling.rows * spec.head_dim_v / (32 * warps)
+        scores = tiling.rows * tiling.block_n / (32 * warps)
         wanted = 12 + 1.33 * accumulators + 1.78 * scores
-        shared = find_family(config.family).shared_bytes(config, spec, target).most
+        shared = family.shared_bytes(config, spec, target).most
         return cls(
             num_warps=warps,
             registers=int(min(wanted, MOST_REGISTERS)),
@@ -98,9 +105,9 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     if not blocks_per_sm:
         return math.inf
     spec, unit = workload.spec, roofline.unit(target)
-    block_m, block_n = config.number("block_m"), config.number("block_n")
-    row_tiles = -(-workload.q_len // block_m)
-    blocks = row_tiles * workload.heads * workload.batch
+    tiling = find_family(config.family).tiling(config)
+    block_m, block_n = tiling.rows, tiling.block_n
+    blocks = -(-workload.q_len // tiling.block_m) * (workload.heads // tiling.pack) * workload.batch
 
     # Tiles at the mask's edge are computed whole: about one more for each row of tiles.
     visible = roofline.visible(workload).pairs
@@ -117,12 +124,14 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     loads = block_n * (spec.head_dim + spec.head_dim_v) * spec.itemsize
     traffic = loads / (roofline.bytes_per_s(target) * 4 / (target.sm_count * clock * 1e6))  # mostly from L2
     # Blocks on one multiprocessor hide each other's latency, and one's softmax the other's products.
-    overlap = min(1.0, 0.5 * (blocks_per_sm - 1) + 0.1 * (config.number("num_stages") - 1))
+    overlap = min(1.0, 0.5 * (blocks_per_sm - 1) + 0.1 * (tiling.num_stages - 1))
+    if tiling.warps:
+        overlap = OVERLAP_OF_PARTITIONS
     both = max(products, softmax, traffic)
-    alone = products + softmax + LATENCY / config.number("num_stages")
+    alone = products + softmax + LATENCY / tiling.num_stages
     tile_clocks = blocks_per_sm * both + (1 - overlap) * max(alone - both, 0.0)
     tile_clocks *= 1 + footprint.spill_bytes / SPILLS_THAT_DOUBLE
-    if target.has_tma and config["loads"] == "pointer":
+    if target.has_tma and not tiling.descriptors:
         tile_clocks *= POINTER_LOADS
 
     waves = math.ceil(blocks / (target.sm_count * blocks_per_sm))
@@ -179,6 +188,6 @@ class ModelMeasurer:
 
 def _too_large(artifact: Artifact, target: Target) -> str:
     return (
-        f"{artifact.registers} registers for each of {32 * artifact.abi.num_warps} threads and "
+        f"{artifact.registers} registers for each of {32 * artifact.num_warps} threads and "
         f"{artifact.shared_bytes} B of shared memory do not fit on a multiprocessor of {target.describe()}"
     )

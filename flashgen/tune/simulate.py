@@ -289,9 +289,9 @@ def _landscapes(records: Iterable[Record]) -> tuple[Target, tuple[Landscape, ...
 
 
 def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) -> Landscape:
-    spec, facts = workload.spec, contiguous_facts(workload)
+    spec, facts, group = workload.spec, contiguous_facts(workload), workload.heads_per_kv
     families = serving(spec, target)
-    space = [config for family in families for config in family.feasible(spec, target, facts)]
+    space = [config for family in families for config in family.feasible(spec, target, facts, group)]
     recorded = tuple(found[config] for config in space if config in found)
     told = f"{workload.name} of [{spec.key}]"
     if len(recorded) < LEAST_COVERED * len(space):
@@ -303,7 +303,7 @@ def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) 
     best = min(recorded, key=lambda record: record.median_us)
     if best.measurement.status is not Status.OK:
         raise InvalidArgument(f"no recorded config of {told} is right, so there is no best to compare with")
-    defaults = tuple(family.default(spec, target, facts) for family in families)
+    defaults = tuple(family.default(spec, target, facts, group) for family in families)
     return Landscape(workload, len(space), best.config, best.median_us, defaults, recorded)
 
 

@@ -52,9 +52,8 @@ class Surrogate:
         self._at = {config: i for i, config in enumerate(space)}
         logs = np.log(np.array(expected_us, dtype=np.float64))
         self._expected = np.minimum(logs, logs.min() + FARTHEST)
-        apart = np.sqrt((((x := _coordinates(space))[:, None, :] - x[None, :, :]) ** 2).sum(-1))
-        near = math.sqrt(3.0) * apart
-        self._covariance = MODEL_ERROR**2 * (1 + near) * np.exp(-near) + OWN_ERROR**2 * np.eye(len(x))
+        near = math.sqrt(3.0) * _distances(_coordinates(space))
+        self._covariance = MODEL_ERROR**2 * (1 + near) * np.exp(-near) + OWN_ERROR**2 * np.eye(len(near))
         self._seen: dict[int, float] = {}
         known = {self._at[config]: error for config, error in (nearby or {}).items() if config in self._at}
         self._nearby = list(known)
@@ -117,6 +116,14 @@ def _offset(block: Floats, errors: Floats) -> float:
     """The common part of errors with these covariances, by generalised least squares."""
     weights = np.linalg.solve(block, np.ones(len(errors)))
     return float(weights @ errors / weights.sum())
+
+
+def _distances(points: Floats) -> Floats:
+    """Between any two points; by one product, for a space has thousands."""
+    squares = (points**2).sum(1)
+    between = squares[:, None] + squares[None, :] - 2.0 * points @ points.T
+    distances: Floats = np.sqrt(np.maximum(between, 0.0))
+    return distances
 
 
 def _coordinates(space: Sequence[Config]) -> Floats:

@@ -90,7 +90,7 @@ def _control(run: _Run, workloads: Sequence[Workload]) -> Control | None:
         except Unsupported:
             continue
         facts = contiguous_facts(workload)
-        config = family.default(workload.spec, run.target, facts)
+        config = family.default(workload.spec, run.target, facts, workload.heads_per_kv)
         compiled = run.compiler.submit(run.compiler.source(workload.spec, config), facts)
         return Control(workload, config, compiled, run.plan.passes)
     return None
@@ -274,11 +274,11 @@ class _Gpu:
 
     def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
         """The feasible space of a family and a search that knows what earlier runs measured."""
-        spec = job.workload.spec
-        space = family.feasible(spec, self._target, job.facts)
+        spec, group = job.workload.spec, job.workload.heads_per_kv
+        space = family.feasible(spec, self._target, job.facts, group)
         job.space += len(space)
         job.refused += len(family.all_configs()) - len(space)
-        default = family.default(spec, self._target, job.facts)
+        default = family.default(spec, self._target, job.facts, group)
         job.defaults.append(default)
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)

@@ -1,0 +1,114 @@
+"""The Hopper forward family: warp-specialised Gluon for sm_90a."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.spec import expr as ex
+from flashgen.spec.attention import AttentionSpec, head_dim_chunks
+from flashgen.spec.config import Config, Value
+from flashgen.spec.target import KIB, Target
+
+ROWS = 64
+"""Of a consumer warpgroup: the rows of one wgmma."""
+_WARPS = 4  # of a warpgroup; the producer is one warp, padded to as many
+
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+"""Of a thread of a consumer and of the producer, by the number of consumers: what setmaxnreg gives out of the
+64 K of a multiprocessor."""
+_BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
+
+
+def _tiling(config: Config) -> Tiling:
+    consumers, pack = config.number("consumers"), config.number("pack")
+    return Tiling(
+        block_m=consumers * ROWS // pack,
+        block_n=config.number("block_n"),
+        num_warps=_WARPS,
+        num_stages=config.number("num_stages"),
+        descriptors=True,
+        pack=pack,
+        persistent=config["schedule"] == "dynamic",
+        warps=_WARPS * (consumers + 1),
+    )
+
+
+def registers_needed(config: Config, spec: AttentionSpec) -> int:
+    """Registers of a consumer's thread that hold tiles: the output, the scores and twice the probabilities."""
+    block_n = config.number("block_n")
+    out = sum(head_dim_chunks(spec.head_dim_v)) * ROWS // 128
+    return out + block_n * ROWS // 128 + 2 * block_n * ROWS // 256
+
+
+def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
+    registers, _ = REGISTERS[config.number("consumers")]
+    if (needed := registers_needed(config, spec)) > registers:
+        return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
+    alike = qk[: len(v)] == v
+    if config["out"] == "query" and not alike:
+        return f"writes the output over the queries, whose head dim is {spec.head_dim}, not {spec.head_dim_v}"
+    if alike and config["out"] != (wanted := _out(config, spec, target)):
+        return f"writes the output to {config['out']} memory, where {wanted} memory is better or all there is"
+    rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
+    if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
+        return "packs several heads into a tile, and the mask or score rule asks for the head"
+    return ""
+
+
+def _out(config: Config, spec: AttentionSpec, target: Target) -> str:
+    """Where the output goes on its way out: a buffer of its own, so that the next tile's queries can be loaded
+    meanwhile, if there is a next tile and there is room."""
+    if config["schedule"] == "plain":
+        return "query"
+    return "own" if _bytes(config, spec, own=True) <= target.shared_per_block - _BARRIER_BYTES else "query"
+
+
+def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
+    """Of all tiles in shared memory."""
+    qk, v = sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v))
+    rows = config.number("consumers") * ROWS
+    ring = config.number("num_stages") * config.number("block_n") * (qk + v)
+    return (rows * qk + ring + (rows * v if own else 0)) * spec.itemsize
+
+
+def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
+    """The compiler adds nothing to the rings, the queries and the output but barriers."""
+    tiles = _bytes(config, spec, config["out"] == "own")
+    return Shared(tiles, tiles + _BARRIER_BYTES)
+
+
+def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
+    head_dim = max(sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v)))
+    out = "query" if head_dim_chunks(spec.head_dim) == head_dim_chunks(spec.head_dim_v) else "own"
+    tile = next(tile for limit, *tile in _DEFAULT_TILES if head_dim <= limit)
+    return ((*tile, 4, 1, "late", "lazy", "tree", "lane", "plain", out),)
+
+
+# (largest head dim, consumers, block_n, num_stages) as measured on one H200 (benchmarks/nvidia-h200).
+_DEFAULT_TILES = ((64, 3, 128, 2), (128, 2, 128, 2), (256, 2, 64, 2))
+
+ATTENTION_FWD_SM90 = Family(
+    name="attention_fwd_sm90",
+    op="fwd",
+    template="attention_fwd_sm90.py.jinja",
+    language="gluon",
+    tunables=(
+        ("consumers", (1, 2, 3)),
+        ("block_n", (64, 128)),
+        ("num_stages", (2, 3, 4)),
+        ("group", (4, 16)),
+        ("pack", (1, 4, 8, 16)),
+        ("order", ("late", "early", "pinned")),
+        ("rescale", ("lazy", "always")),
+        ("row_max", ("tree", "chain")),
+        ("row_sum", ("lane", "row")),
+        ("schedule", ("dynamic", "plain")),
+        ("out", ("own", "query")),
+    ),
+    archs=(90, 90),
+    dtypes=("fp16", "bf16"),
+    tiling=_tiling,
+    limits=_limits,
+    shared_bytes=_shared_bytes,
+    defaults=_defaults,
+)
