@@ -176,9 +176,7 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
     return triton.compile(
         (GluonASTSource if gluon else ASTSource)(
             fn=function,
-            signature={
-                a.name: "constexpr" if a.name in constants else _type(a, gluon) for a in abi.args
-            },
+            signature={a.name: "constexpr" if a.name in constants else _type(a, gluon) for a in abi.args},
             constexprs=constants,
             attrs={
                 (i,): [["tt.divisibility", arg.divisor]] for i, arg in enumerate(abi.args) if arg.divisor > 1

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -33,8 +33,8 @@ from flashgen.build.driver import (
     Driver,
     driver,
 )
-from flashgen.codegen.abi import AXES, WORKSPACE, Arg, DescriptorFacts
 from flashgen.build.workspace import Workspaces
+from flashgen.codegen.abi import AXES, WORKSPACE, Arg, DescriptorFacts
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.spec.target import KIB
 
@@ -253,7 +253,7 @@ class _TensorMaps:
         return _failure(self._driver, code, function, doing)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _workspaces(device_index: int) -> Workspaces:
     """The one set of workspaces of a GPU in this process."""
     return Workspaces(device_index)
@@ -463,9 +463,7 @@ class Kernel:
 
         Safe to call from several threads. The GPU need not be the current one.
         """
-        blocks = self._blocks(
-            env[self._batch], env[self._heads], env[self._q_len], self._multiprocessors
-        )
+        blocks = self._blocks(env[self._batch], env[self._heads], env[self._q_len], self._multiprocessors)
         if not 0 < blocks <= MAX_BLOCKS:
             if blocks == 0:
                 return

@@ -1,8 +1,8 @@
 """Workspaces: a few zeroed bytes of a GPU for each stream, which every kernel that uses them leaves zeroed.
 
 A persistent kernel's programs take tiles from a counter. Kernels of one stream run one after another and may
-share it; kernels of different streams may not. A launch that a CUDA graph captures gets one of its own, cleared
-inside the graph: the graph may be replayed on any stream, beside anything.
+share it; kernels of different streams may not. A launch that a CUDA graph captures gets one of its own, which
+the graph clears: it may be replayed on any stream, beside anything.
 """
 
 from __future__ import annotations

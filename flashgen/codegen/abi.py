@@ -24,7 +24,7 @@ SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_d
 GRID_RULES = ("row_tiles", "persistent")
 
 WORKSPACE = "workspace"
-"""Beside the environment: a few zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
+"""Beside the environment: zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
 
 # What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
 _POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,\d+,\d+,\d+\]>"

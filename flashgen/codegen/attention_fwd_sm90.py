@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
@@ -15,6 +17,8 @@ _WARPS = 4  # of a warpgroup; the producer is one warp, padded to as many
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Of a thread of a consumer and of the producer, by the number of consumers: what setmaxnreg gives out of the
 64 K of a multiprocessor."""
+SHARED_BYTES = 227 * KIB
+"""Of a block on every GPU of this compute capability."""
 _BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
 
 
@@ -33,7 +37,7 @@ def _tiling(config: Config) -> Tiling:
 
 
 def registers_needed(config: Config, spec: AttentionSpec) -> int:
-    """Registers of a consumer's thread that hold tiles: the output, the scores and twice the probabilities."""
+    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice."""
     block_n = config.number("block_n")
     out = sum(head_dim_chunks(spec.head_dim_v)) * ROWS // 128
     return out + block_n * ROWS // 128 + 2 * block_n * ROWS // 256
@@ -43,24 +47,21 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     registers, _ = REGISTERS[config.number("consumers")]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
-    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
-    alike = qk[: len(v)] == v
-    if config["out"] == "query" and not alike:
-        return f"writes the output over the queries, whose head dim is {spec.head_dim}, not {spec.head_dim_v}"
-    if alike and config["out"] != (wanted := _out(config, spec, target)):
-        return f"writes the output to {config['out']} memory, where {wanted} memory is better or all there is"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
         return "packs several heads into a tile, and the mask or score rule asks for the head"
     return ""
 
 
-def _out(config: Config, spec: AttentionSpec, target: Target) -> str:
-    """Where the output goes on its way out: a buffer of its own, so that the next tile's queries can be loaded
-    meanwhile, if there is a next tile and there is room."""
-    if config["schedule"] == "plain":
-        return "query"
-    return "own" if _bytes(config, spec, own=True) <= target.shared_per_block - _BARRIER_BYTES else "query"
+def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
+    """Whether the output leaves through memory of its own, or through that of the queries.
+
+    With its own the next tile's queries can be loaded meanwhile, if there is a next tile and there is room.
+    """
+    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
+    if qk[: len(v)] != v:
+        return True
+    return config["schedule"] == "dynamic" and _bytes(config, spec, own=True) <= SHARED_BYTES - _BARRIER_BYTES
 
 
 def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
@@ -73,15 +74,23 @@ def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
 
 def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
     """The compiler adds nothing to the rings, the queries and the output but barriers."""
-    tiles = _bytes(config, spec, config["out"] == "own")
+    tiles = _bytes(config, spec, _has_out_buffer(config, spec))
     return Shared(tiles, tiles + _BARRIER_BYTES)
+
+
+def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    consumer, producer = REGISTERS[config.number("consumers")]
+    return {
+        "registers": {"consumer": consumer, "producer": producer},
+        "out_buffer": _has_out_buffer(config, spec),
+        "rescale_pack": min(head_dim_chunks(spec.head_dim_v)) * ROWS // 128,
+    }
 
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v)))
-    out = "query" if head_dim_chunks(spec.head_dim) == head_dim_chunks(spec.head_dim_v) else "own"
     tile = next(tile for limit, *tile in _DEFAULT_TILES if head_dim <= limit)
-    return ((*tile, 4, 1, "late", "lazy", "tree", "lane", "plain", out),)
+    return ((*tile, 4, 1, "late", "lazy", "tree", "lane", "dynamic"),)
 
 
 # (largest head dim, consumers, block_n, num_stages) as measured on one H200 (benchmarks/nvidia-h200).
@@ -103,7 +112,6 @@ ATTENTION_FWD_SM90 = Family(
         ("row_max", ("tree", "chain")),
         ("row_sum", ("lane", "row")),
         ("schedule", ("dynamic", "plain")),
-        ("out", ("own", "query")),
     ),
     archs=(90, 90),
     dtypes=("fp16", "bf16"),
@@ -111,4 +119,5 @@ ATTENTION_FWD_SM90 = Family(
     limits=_limits,
     shared_bytes=_shared_bytes,
     defaults=_defaults,
+    derived=_derived,
 )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts
@@ -77,6 +78,8 @@ class Family:
     """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
     language: str = "triton"
     """Or `gluon`."""
+    derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
+    """What else the template reads: values that follow from config and spec."""
 
     def config(self, **values: Value) -> Config:
         """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""
@@ -167,7 +170,7 @@ class Family:
         if tiling.descriptors and not facts.tma:
             return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
         if heads_per_kv % tiling.pack:
-            return f"packs {tiling.pack} heads of a key head into a tile, which {heads_per_kv} do not divide into"
+            return f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}"
         return ""
 
     def refuses(
@@ -196,9 +199,7 @@ class Family:
             and not self.refuses(config, spec, target, facts, heads_per_kv)
         )
 
-    def default(
-        self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1
-    ) -> Config:
+    def default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1) -> Config:
         """The first default that is sure to fit and admits the call.
 
         Raises:

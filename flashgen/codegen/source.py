@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Grid, environment_names
-from flashgen.codegen.attention_fwd_sm90 import REGISTERS
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
@@ -253,10 +252,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             mask=mask,
             score=score,
             helpers={*mask.helpers, *score.helpers},
-            registers=dict(zip(("consumer", "producer"), REGISTERS[config["consumers"]], strict=True))
-            if family.language == "gluon"
-            else {},
-            rescale_pack=min(chunk.size for chunk in chunks(spec, "OUT")) // 2,
+            **family.derived(config, spec),
             precision=f', input_precision="{spec.fp32_precision}"' if spec.dtype == "fp32" else "",
         )
     )

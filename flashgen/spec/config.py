@@ -24,7 +24,6 @@ SHORT_NAMES = {
     "row_max": "",
     "row_sum": "",
     "schedule": "",
-    "out": "",
 }
 
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from flashgen.build.inputs import contiguous_facts, density
-from flashgen.codegen.families import Family, serving
+from flashgen.codegen.families import serving
+from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit, Unsupported
 from flashgen.measure.compile_pool import Compiler
 from flashgen.spec.attention import Workload

@@ -70,7 +70,9 @@ class Footprint:
         """
         family = find_family(config.family)
         tiling = family.tiling(config)
-        if tiling.warps:  # warp-specialised: the multiprocessor's registers are dealt out, and one block has all
+        if (
+            tiling.warps
+        ):  # warp-specialised: the multiprocessor's registers are dealt out, and one block has all
             shared = family.shared_bytes(config, spec, target).most
             return cls(tiling.warps, REGISTERS // (32 * tiling.warps), 0, shared)
         warps = tiling.num_warps

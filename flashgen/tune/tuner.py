@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from flashgen.build.inputs import contiguous_facts
-from flashgen.codegen.families import Family, serving
+from flashgen.codegen.families import serving
+from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource
 from flashgen.errors import FlashGenError, StoreError, Unsupported
 from flashgen.measure.compile_pool import Compiled, Compiler
