@@ -172,6 +172,7 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     gluon = function.is_gluon()
+    registers = {"maxnreg": abi.max_registers} if abi.max_registers else {}
     constants = {arg.name: arg.constant for arg in abi.args if arg.constant is not None}
     return triton.compile(
         (GluonASTSource if gluon else ASTSource)(
@@ -183,7 +184,7 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
             },
         ),
         target=gpu,
-        options={"num_warps": abi.num_warps, "num_stages": abi.num_stages},
+        options={"num_warps": abi.num_warps, "num_stages": abi.num_stages, **registers},
     )
 
 

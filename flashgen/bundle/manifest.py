@@ -58,9 +58,10 @@ _ABI = {
         },
         MAX_FILES,
     ),
-    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT},
+    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT, "programs": _COUNT},
     "num_warps": _COUNT,
     "num_stages": _COUNT,
+    "max_registers": _COUNT,
     "facts": {"access": Text(), "tma": Flag(), "wide": Flag()},
 }
 _ARTIFACT = {

@@ -41,6 +41,8 @@ _ALLOCATED = ("out", "lse", WORKSPACE)  # by FlashGen: aligned whatever the call
 _RANGES = {
     "grid.block_m": (1, 1024),
     "grid.pack": (1, 64),
+    "grid.programs": (1, 32),
+    "max_registers": (0, 255),
     "num_warps": (1, 32),
     "num_stages": (1, 64),
     "divisor": (1, 16),
@@ -117,11 +119,13 @@ class Grid:
     block_m: int
     pack: int = 1
     """Heads of one key head that a tile holds."""
+    programs: int = 1
+    """Of each multiprocessor, where the grid is persistent."""
 
     def blocks(self, batch: int, heads: int, q_len: int, multiprocessors: int) -> int:
         """Number of programs on x."""
         tiles = -(-q_len // self.block_m) * (heads // self.pack) * batch
-        return tiles if self.rule == "row_tiles" else min(tiles, multiprocessors)
+        return tiles if self.rule == "row_tiles" else min(tiles, multiprocessors * self.programs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +139,16 @@ class Abi:
     num_stages: int
     facts: CallFacts
     """The kind of call this was specialised for."""
+    max_registers: int = 0
+    """Of a thread at the launch; 0 leaves it to the compiler."""
 
     def __post_init__(self) -> None:
         if self.grid.rule not in GRID_RULES:
             raise UnknownName("grid.rule", self.grid.rule, GRID_RULES)
         _check_range("grid.block_m", self.grid.block_m)
         _check_range("grid.pack", self.grid.pack)
+        _check_range("grid.programs", self.grid.programs)
+        _check_range("max_registers", self.max_registers)
         _check_range("num_warps", self.num_warps)
         _check_range("num_stages", self.num_stages)
         for arg in self.args:
@@ -170,9 +178,10 @@ class Abi:
         return {
             "environment": list(self.environment),
             "args": [{name: getattr(arg, name) for name in Arg.__slots__} for arg in self.args],
-            "grid": {"rule": self.grid.rule, "block_m": self.grid.block_m, "pack": self.grid.pack},
+            "grid": {name: getattr(self.grid, name) for name in Grid.__slots__},
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "max_registers": self.max_registers,
             "facts": {"access": self.facts.access, "tma": self.facts.tma, "wide": self.facts.wide},
         }
 
@@ -185,6 +194,7 @@ class Abi:
             grid=Grid(**data["grid"]),
             num_warps=data["num_warps"],
             num_stages=data["num_stages"],
+            max_registers=data["max_registers"],
             facts=CallFacts(**data["facts"]),
         )
 

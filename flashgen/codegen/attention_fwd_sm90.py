@@ -14,16 +14,17 @@ ROWS = 64
 """Of a consumer warpgroup: the rows of one wgmma."""
 _WARPS = 4  # of a warpgroup; the producer is one warp, padded to as many
 
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
-"""Of a thread of a consumer and of the producer, by the number of consumers: what setmaxnreg gives out of the
-64 K of a multiprocessor."""
+REGISTERS = {(1, 1): (240, 24), (2, 1): (240, 24), (3, 1): (160, 32), (1, 2): (232, 24), (1, 3): (136, 24)}
+"""Of a thread of a consumer and of the producer, by the number of consumers and of programs that share a
+multiprocessor: what setmaxnreg gives out of its 64 K."""
 SHARED_BYTES = 227 * KIB
 """Of a block on every GPU of this compute capability."""
 _BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
 
 
 def _tiling(config: Config) -> Tiling:
-    consumers, pack = config.number("consumers"), config.number("pack")
+    consumers, pack, programs = (config.number(name) for name in ("consumers", "pack", "programs"))
+    warps = _WARPS * (consumers + 1)
     return Tiling(
         block_m=consumers * ROWS // pack,
         block_n=config.number("block_n"),
@@ -31,8 +32,10 @@ def _tiling(config: Config) -> Tiling:
         num_stages=config.number("num_stages"),
         descriptors=True,
         pack=pack,
-        persistent=config["schedule"] == "dynamic",
-        warps=_WARPS * (consumers + 1),
+        persistent=config["schedule"] != "plain",
+        warps=warps,
+        programs=programs,
+        max_registers=65536 // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
     )
 
 
@@ -44,9 +47,14 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
-    registers, _ = REGISTERS[config.number("consumers")]
+    consumers, programs = config.number("consumers"), config.number("programs")
+    if (consumers, programs) not in REGISTERS:
+        return f"{programs} programs of {consumers} consumers would leave each thread too few registers"
+    registers, _ = REGISTERS[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+    if programs * (_shared_bytes(config, spec, target).most + KIB) > target.shared_per_block + KIB:
+        return f"{programs} programs need more shared memory than a multiprocessor has"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
         return "packs several heads into a tile, and the mask or score rule asks for the head"
@@ -61,7 +69,9 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
     qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
     if qk[: len(v)] != v:
         return True
-    return config["schedule"] == "dynamic" and _bytes(config, spec, own=True) <= SHARED_BYTES - _BARRIER_BYTES
+    if config["schedule"] == "dynamic":
+        return _bytes(config, spec, own=True) <= SHARED_BYTES // config.number("programs") - 2 * KIB
+    return config["schedule"] == "chained"  # there the next tile's queries are in use already
 
 
 def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
@@ -79,7 +89,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
-    consumer, producer = REGISTERS[config.number("consumers")]
+    consumer, producer = REGISTERS[config.number("consumers"), config.number("programs")]
     return {
         "registers": {"consumer": consumer, "producer": producer},
         "out_buffer": _has_out_buffer(config, spec),
@@ -93,8 +103,8 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     return ((*tile, 4, 1, "late", "lazy", "tree", "lane", "dynamic"),)
 
 
-# (largest head dim, consumers, block_n, num_stages) as measured on one H200 (benchmarks/nvidia-h200).
-_DEFAULT_TILES = ((64, 3, 128, 2), (128, 2, 128, 2), (256, 2, 64, 2))
+# (largest head dim, consumers, programs, block_n, num_stages) as measured on one H200 (benchmarks/nvidia-h200).
+_DEFAULT_TILES = ((64, 3, 1, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
 
 ATTENTION_FWD_SM90 = Family(
     name="attention_fwd_sm90",
@@ -103,6 +113,7 @@ ATTENTION_FWD_SM90 = Family(
     language="gluon",
     tunables=(
         ("consumers", (1, 2, 3)),
+        ("programs", (1, 2, 3)),
         ("block_n", (64, 128)),
         ("num_stages", (2, 3, 4)),
         ("group", (4, 16)),
@@ -111,7 +122,7 @@ ATTENTION_FWD_SM90 = Family(
         ("rescale", ("lazy", "always")),
         ("row_max", ("tree", "chain")),
         ("row_sum", ("lane", "row")),
-        ("schedule", ("dynamic", "plain")),
+        ("schedule", ("dynamic", "chained", "plain")),
     ),
     archs=(90, 90),
     dtypes=("fp16", "bf16"),

@@ -46,6 +46,10 @@ class Tiling:
     """Whether as many programs as there are multiprocessors take tile after tile, from a counter."""
     warps: int = 0
     """Of a program as it runs, where that differs from num_warps."""
+    programs: int = 1
+    """Programs that share a multiprocessor, as far as the family plans it."""
+    max_registers: int = 0
+    """Of a thread at the launch, where the compiler is told; warp-specialised programs deal them out anew."""
 
     @property
     def rows(self) -> int:

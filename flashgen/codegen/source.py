@@ -78,7 +78,10 @@ class KernelSource:
         return Abi(
             environment=environment_names(self.spec),
             args=tuple(_specialised(arg, self.spec, facts) for group in self.arguments for arg in group),
-            grid=Grid("persistent" if tiling.persistent else "row_tiles", tiling.block_m, tiling.pack),
+            grid=Grid("persistent", tiling.block_m, tiling.pack, tiling.programs)
+            if tiling.persistent
+            else Grid("row_tiles", tiling.block_m, tiling.pack),
+            max_registers=tiling.max_registers,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             facts=facts,

@@ -18,6 +18,7 @@ SHORT_NAMES = {
     "loads": "",
     "order": "",
     "consumers": "c",
+    "programs": "x",
     "group": "g",
     "pack": "p",
     "rescale": "",
