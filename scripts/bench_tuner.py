@@ -31,7 +31,7 @@ from typing import Any
 from flashgen import api
 from flashgen.build.compile import toolchain
 from flashgen.build.device import device_count, live_target
-from flashgen.build.driver import driver_version
+from flashgen.build.versions import driver_version
 from flashgen.codegen.families import find_family
 from flashgen.measure.compile_pool import CompilePool, cores
 from flashgen.measure.peers import versions

@@ -16,12 +16,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flashgen.build.artifact import Artifact
+from flashgen.build.versions import triton_version
 from flashgen.codegen.abi import Abi, DescriptorFacts
 from flashgen.codegen.source import KernelSource, Toolchain, write, write_whole
 from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
@@ -40,14 +40,6 @@ _MACHINE_SAYS = {
     "failed with error code -9": errno.ENOMEM,  # killed, as the system does when memory runs out
 }
 _TOOL_TIMEOUT_S = 60.0
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> str:
-    """The installed triton's version, read without importing it."""
-    from importlib.metadata import version
-
-    return version("triton")
 
 
 def toolchain(interpret: bool = False) -> Toolchain:
