@@ -242,7 +242,7 @@ def _marks(
 @lru_cache(maxsize=1)
 def _versions_here() -> Versions:
     """This process's; what is not installed is empty."""
-    from flashgen.build.driver import driver_version
+    from flashgen.build.versions import driver_version
 
     found = {"triton": "", "driver": ""}
     with suppress(ImportError):
@@ -805,7 +805,7 @@ def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]
 
 def _versions(torch_version: str = "", driver: str = "") -> Versions:
     """What records and bundles say they were made with."""
-    from flashgen.build.compile import triton_version
+    from flashgen.build.versions import triton_version
 
     return Versions(VERSION, triton_version(), torch_version, driver)
 

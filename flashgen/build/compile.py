@@ -16,12 +16,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flashgen.build.artifact import Artifact
+from flashgen.build.versions import triton_version
 from flashgen.codegen.abi import Abi, Arg, DescriptorFacts
 from flashgen.codegen.source import KernelSource, Toolchain, write, write_whole
 from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
@@ -41,14 +41,6 @@ _MACHINE_SAYS = {
 }
 _TOOL_TIMEOUT_S = 60.0
 _GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> str:
-    """The installed triton's version, read without importing it."""
-    from importlib.metadata import version
-
-    return version("triton")
 
 
 def toolchain(interpret: bool = False) -> Toolchain:

@@ -11,8 +11,8 @@ import landscape
 import pytest
 from click.testing import CliRunner, Result
 
-from flashgen.build.compile import triton_version
 from flashgen.build.device import device_count
+from flashgen.build.versions import triton_version
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 from flashgen.codegen.source import Toolchain, render

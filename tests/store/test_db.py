@@ -305,11 +305,14 @@ def test_c27_staleness_is_by_content_not_by_time_or_place(tmp_path: Path) -> Non
         assert [(r.median_us, database.stale(r)) for r in found] == [(60.0, False), (50.0, True)]
 
 
-def test_c27_a_copied_installation_renders_the_same_hash(tmp_path: Path) -> None:
+def test_c27_a_copied_installation_renders_the_same_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     from flashgen.store.today import current_hash
 
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))  # of the copy: it must render itself
     for name in ("flashgen", "templates", "tuning_db"):
         shutil.copytree(ROOT / name, tmp_path / name)
     code = (
