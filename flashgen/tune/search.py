@@ -296,7 +296,7 @@ def check_sampler(name: str) -> None:
         UnknownName: it is no row of `SAMPLERS`.
         InvalidArgument: what it needs is not installed.
     """
-    if name not in SAMPLERS:
+    if not isinstance(name, str) or name not in SAMPLERS:
         raise UnknownName("sampler", name, SAMPLERS)
     needs = SAMPLERS[name].needs
     if needs and importlib.util.find_spec(needs) is None:

@@ -20,6 +20,7 @@ from flashgen.measure.compile_pool import AHEAD
 from flashgen.measure.replay import NoCompiler, Replay
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
+from flashgen.spec.form import check_whole
 from flashgen.spec.record import Record, Status, rank, rank_hints
 from flashgen.spec.target import Target
 from flashgen.tune.plan import DEFAULT_SHARE, Plan
@@ -252,8 +253,8 @@ def _check(trials: int | None, share: float | None, seeds: int, noise: float, ah
     if trials is not None and share is not None:
         raise InvalidArgument(f"{trials=} and {share=} both limit the trials: leave out one of them")
     for name, value in (("trials", trials), ("seeds", seeds), ("ahead", ahead)):
-        if value is not None and value < 1:
-            raise InvalidArgument(f"{name}={value} must be at least 1")
+        if value is not None:
+            check_whole(name, value, 1)
     if share is not None and not 0 < share <= 1:
         raise InvalidArgument(f"{share=} must be more than 0 and at most 1: a part of the feasible space")
     if not 0 <= noise < 1:

@@ -16,7 +16,7 @@ from flashgen.build.versions import triton_version
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
 from flashgen.codegen.source import Toolchain, render
-from flashgen.measure.compile_pool import CompilePool
+from flashgen.measure.compile_pool import CompilePool, default_jobs
 from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.store.db import TuningDB
 
@@ -65,21 +65,21 @@ def as_json(*words: str) -> Any:
 
 def test_without_a_database_none_is_made(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "tuning.db"
-    words = ["--target", "nvidia-h200", *SHAPE, "--trials", "30", "--jobs", "3", "--db", str(path)]
+    words = ["--target", "nvidia-h200", *SHAPE, "--trials", "30", "--jobs", "1", "--db", str(path)]
     done = run(*words)
     assert done.exit_code == 0, done.output
     assert list(tmp_path.iterdir()) == []
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0].startswith("nvidia-h200 (")
     name = "d128 causal bf16 b4h32kv8q4096k4096"
-    assert f"{name} attention_fwd 384 368 (96%) 0 30 15s m128n64w4s2_tma_heads" in lines
+    assert f"{name} attention_fwd 384 368 (96%) 0 30 45s m128n64w4s2_tma_heads" in lines
     assert (
         "16 configs refused: needs at least 272 to 288 KB of shared memory a block, nvidia-h200 has 227 KB"
         in lines
     )
     assert lines[-3:] == [
-        "at most 30 trials in about 15s",
-        "0.5 s a trial: no earlier run to go by: 1.5 s a compile in 3 at a time",
+        "at most 30 trials in about 45s",
+        "1.5 s a trial: no earlier run to go by: 1.5 s a compile in 1 at a time",
         "nothing was compiled, measured or written",
     ]
 
@@ -102,6 +102,11 @@ def test_what_is_known_is_not_planned_and_its_winners_come_first(tmp_path: Path)
     told = f"winners of other runs, tried first: {', '.join(there['first'][1:])} (d128 causal bf16 b2h32"
     assert told in page and " and 3 winners" in page
     assert path.read_bytes() == before
+
+
+def test_processes_without_a_core_or_without_work_make_it_no_faster() -> None:
+    words = ["--target", "nvidia-a100", *SHAPE, "--jobs"]
+    assert as_json(*words, str(10**9))["rests_on"].endswith(f" a compile in {default_jobs()} at a time")
 
 
 def test_a_budget_is_named() -> None:

@@ -201,6 +201,7 @@ def test_an_unaligned_call_is_explained_as_such(database: str) -> None:
     ("what", "error"),
     [
         ("llama9", UnknownName),
+        ("", UnknownName),
         ("missing.json", InvalidArgument),
         (Path("gone"), InvalidArgument),
         (None, InvalidArgument),
@@ -211,6 +212,14 @@ def test_an_unaligned_call_is_explained_as_such(database: str) -> None:
 def test_workloads_that_are_not_there(what: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         api.workloads_of(what)
+
+
+@pytest.mark.parametrize("jobs", [0, -3, 1.5, "2"])
+@pytest.mark.parametrize("function", [api.tune, api.dry_run])
+def test_a_number_of_processes_that_is_none(function: Any, jobs: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=rf"jobs={jobs!r} must be .*at least 1"):
+        function("ci", target="nvidia-h200", jobs=jobs, db=str(tmp_path / "tuning.db"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_workloads_of_a_models_config(tmp_path: Path) -> None:
@@ -380,6 +389,7 @@ def test_the_command_names_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_databases_are_closed_when_they_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    api._forget()
     closed: list[str] = []
     close = TuningDB.close
     monkeypatch.setattr(TuningDB, "close", lambda self: (closed.append(str(self.where)), close(self))[0])
