@@ -69,9 +69,8 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
     qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
     if qk[: len(v)] != v:
         return True
-    if config["schedule"] == "dynamic":
-        return _bytes(config, spec, own=True) <= SHARED_BYTES // config.number("programs") - 2 * KIB
-    return config["schedule"] == "chained"  # there the next tile's queries are in use already
+    room = SHARED_BYTES // config.number("programs") - 2 * KIB
+    return config["schedule"] == "dynamic" and _bytes(config, spec, own=True) <= room
 
 
 def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
@@ -122,7 +121,7 @@ ATTENTION_FWD_SM90 = Family(
         ("rescale", ("lazy", "always")),
         ("row_max", ("tree", "chain")),
         ("row_sum", ("lane", "row")),
-        ("schedule", ("dynamic", "chained", "plain")),
+        ("schedule", ("dynamic", "plain")),
     ),
     archs=(90, 90),
     dtypes=("fp16", "bf16"),
