@@ -11,7 +11,7 @@ from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
 from flashgen.spec.target import Target
-from flashgen.tune.model import expected_us
+from flashgen.tune.model import expected_error, expected_us
 from flashgen.tune.search import Knowledge
 
 MAX_SEEDS = 6
@@ -99,6 +99,7 @@ def knowledge(
         stored: of the workload's spec and target, and of the source that is worked with.
     """
     expected = {config: expected_us(workload, config, target) for config in space}
+    error = max(map(expected_error, space[:1]), default=0.0)  # all are of one family
     times: dict[Workload, dict[Config, float]] = {}
     for record in stored:
         learnt = learnt_us(record.measurement)
@@ -107,14 +108,14 @@ def knowledge(
     bucket = workload.bucket()
     near = min(times, key=lambda other: (bucket.distance(other.bucket()), -len(times[other])), default=None)
     if near is None:
-        return Knowledge(expected)
+        return Knowledge(expected, error=error)
     there = {config: expected_us(near, config, target) for config in times[near]}
     errors = {
         config: math.log(time / there[config])
         for config, time in times[near].items()
         if math.isfinite(there[config])
     }
-    return Knowledge(expected, errors)
+    return Knowledge(expected, errors, error)
 
 
 def _of_the_moment(measurement: Measurement) -> bool:

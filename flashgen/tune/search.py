@@ -29,6 +29,8 @@ class Knowledge:
     """What the cost model expects of each config; infinite where it sees no chance."""
     nearby: Mapping[Config, float] = field(default_factory=dict)
     """log(measured / expected) at the nearest workload of the same spec."""
+    error: float = 0.30
+    """How far off the expectations usually are, of the logarithm of time."""
 
 
 class Strategy(Protocol):
@@ -145,7 +147,7 @@ class _Guided:
         from flashgen.tune.surrogate import Surrogate
 
         expected = [knowledge.expected_us.get(config, 1.0) for config in space]
-        self._surrogate = Surrogate(space, expected, knowledge.nearby)
+        self._surrogate = Surrogate(space, expected, knowledge.nearby, knowledge.error)
         chance = random.Random(seed)
         self._ties = {config: chance.random() for config in space}
         self._space, self._pending, self._told = space, dict[Config, None](), 0
