@@ -103,7 +103,7 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
 
 
 # (largest head dim, consumers, programs, block_n, num_stages), as measured on one H200.
-_DEFAULT_TILES = ((64, 3, 1, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
+_DEFAULT_TILES = ((64, 1, 2, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
 
 ATTENTION_FWD_SM90 = Family(
     name="attention_fwd_sm90",
