@@ -38,8 +38,8 @@ class Surrogate:
         expected_us: of each, what the cost model says; infinite where it sees no chance.
         nearby: for some of the space, log(measured / expected) at another workload of the same spec.
         error: how far off the model usually is, of the logarithm of time. On the portable family's recorded
-            spaces (tests/data/exhaustive) that is 0.36; told 0.30, a search takes half the trials for the same
-            winners, told less it once in 40 times missed one by 13 %.
+            spaces (tests/data/exhaustive) that is 0.36; told 0.30, a search takes half the trials for as good
+            winners, told less it missed one by 13 % once in 40 times.
     """
 
     def __init__(
