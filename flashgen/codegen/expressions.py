@@ -143,6 +143,8 @@ class RenderedMask:
     """Names the element mask and the bounds read: q_idx, q_pos, first, last, ..."""
     bound_symbols: frozenset[str]
     """Those of the bounds alone."""
+    visit_symbols: frozenset[str]
+    """Those of the bounds of what is visited, the full parts aside."""
     helpers: tuple[str, ...]
 
     @property
@@ -197,6 +199,9 @@ def render_mask(rule: Rule) -> RenderedMask:
         uniform_loads=text.uniform_lines(),
         symbols=frozenset().union(*(ex.free_symbols(e) for e in (rule.expr, *bounds))),
         bound_symbols=frozenset().union(*map(ex.free_symbols, bounds)),
+        visit_symbols=frozenset().union(
+            *(ex.free_symbols(bound) for each in found for bound in (each.lo, each.hi) if bound is not None)
+        ),
         helpers=_helpers(rule.expr, *bounds),
     )
 
