@@ -78,11 +78,19 @@ def variations() -> list[Config]:
     return [*dict.fromkeys(found), *map(FAMILY.find, names)]
 
 
-WALKS = (CAUSAL, masks.full(), masks.sliding_window(100, 30))
+WINDOW = masks.sliding_window(100, 30)
+WALKS = [
+    (config, mask)
+    for config in variations()
+    for mask in (CAUSAL, masks.full(), WINDOW)
+    # With a window's two edges and 128 keys a consumer's registers do not suffice: refused when compiled.
+    if (mask, config["block_n"]) != (WINDOW, 128)
+]
 
 
-@pytest.mark.parametrize("mask", WALKS, ids=lambda m: m.describe())
-@pytest.mark.parametrize("config", variations(), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config,mask", WALKS, ids=lambda each: getattr(each, "name", None) or each.describe()
+)
 def test_every_tunable(config: Config, mask: Mask) -> None:
     for lengths in ((517, 517), (130, 700)):
         right(workload(mask=mask, sizes=(2, 8, 2, *lengths)), config.name)
@@ -169,10 +177,11 @@ def test_c38_a_hundred_runs_give_the_same_bits() -> None:
 def test_graphs_of_one_stream_replayed_beside_each_other() -> None:
     """Each graph has a tile counter of its own: captured on one stream, replayed at once on two."""
     work = workload(64, sizes=(4, 16, 16, 1024, 1024))
-    calls, expected = [], []
+    calls, expected, kept = [], [], []
     for seed in range(2):
-        inputs = make_inputs(work, DEVICE, seed=seed)
+        kept.append(inputs := make_inputs(work, DEVICE, seed=seed))
         out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device=DEVICE)
+        kept.append(lse)
         call = Call(inputs, work.spec, out, lse, BASE.name, FAMILY.name)
         call()
         expected.append(out.clone())
