@@ -16,7 +16,10 @@ CHECKER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer",
 
 
 def sample(*before: str, only: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Runs the sample, with all families or only some; each tensor is an allocation of its own, so that no neighbour hides a stray access."""
+    """Runs the sample, with all families or only some.
+
+    Each tensor is an allocation of its own, so that no neighbour hides a stray access.
+    """
     return subprocess.run(
         [*before, sys.executable, str(SAMPLE), *only],
         capture_output=True,
