@@ -155,7 +155,7 @@ TILE_CLOCKS = 3750.0
 """Of a tile: its first product and its last, and the way of the output."""
 SHARED_TILE_CLOCKS = 0.81
 """The part of it that programs on one multiprocessor do not hide from each other."""
-HANDICAPS = {"early": 1.01, "pinned": 1.04, "always": 1.01, "chain": 1.02, "row": 1.02, "plain": 1.09}
+HANDICAPS = {"early": 1.01, "pinned": 1.03, "always": 1.03, "plain": 1.09}
 """How much longer a kernel takes with a value of a tunable than with the best one, on average."""
 
 
@@ -187,7 +187,7 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
 
 def expected_error(config: Config) -> float:
     """How far off the model usually is for configs of a family: of the logarithm of time."""
-    return 0.10 if find_family(config.family).tiling(config).warps else 0.30
+    return 0.06 if find_family(config.family).tiling(config).warps else 0.30
 
 
 def _tensor_core_share(block_m: int, num_warps: int, target: Target) -> float:

@@ -31,6 +31,8 @@ class Knowledge:
     """log(measured / expected) at the nearest workload of the same spec."""
     error: float = 0.30
     """How far off the expectations usually are, of the logarithm of time."""
+    bar_us: float = math.inf
+    """The best time that configs outside the space reached: what a trial has to improve on."""
 
 
 class Strategy(Protocol):
@@ -150,10 +152,13 @@ class _Guided:
         self._surrogate = Surrogate(space, expected, knowledge.nearby, knowledge.error)
         chance = random.Random(seed)
         self._ties = {config: chance.random() for config in space}
+        self._bar_us = knowledge.bar_us
         self._space, self._pending, self._told = space, dict[Config, None](), 0
 
     def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config | None:
-        gains = dict(zip(self._space, self._surrogate.improvement(list(self._pending)), strict=True))
+        gains = dict(
+            zip(self._space, self._surrogate.improvement(list(self._pending), self._bar_us), strict=True)
+        )
         config = max(unseen, key=lambda each: (round(float(gains[each]), 6), self._ties[each]))
         if gains[config] < PAYS and self._told + len(self._pending) >= FEWEST:
             return None

@@ -78,16 +78,17 @@ class Surrogate:
             _, deviation = self._posterior(self._seen | believed)
         return mean, deviation
 
-    def improvement(self, pending: Sequence[Config] = ()) -> Floats:
+    def improvement(self, pending: Sequence[Config] = (), bar_us: float = math.inf) -> Floats:
         """Expected improvement on the best time measured, as a share of it (Jones et al. 1998, section 4).
 
+        `bar_us` is a time measured elsewhere, which counts as well once one was measured here.
         Before anything was measured: how far each lies below the worst, which ranks them alike.
         """
         mean, deviation = self.belief(pending)
         if not self._seen:
             lead: Floats = mean.max() - mean
             return lead
-        best = min(self._expected[at] + error for at, error in self._seen.items())
+        best = min(math.log(bar_us), *(self._expected[at] + error for at, error in self._seen.items()))
         lead = best - mean
         z = lead / deviation
         below = 0.5 * (1.0 + np.array([math.erf(value) for value in z / math.sqrt(2.0)]))

@@ -31,7 +31,7 @@ from flashgen.tune.fleet import Control, Fleet, Task
 from flashgen.tune.plan import Plan
 from flashgen.tune.prior import TuneStore, first_tried, knowledge, known_records, learnt_us
 from flashgen.tune.result import Progress, Summary, TuneResult
-from flashgen.tune.search import SAMPLERS, Search
+from flashgen.tune.search import SAMPLERS, Knowledge, Search
 
 FINAL_ROUNDS = 6
 FINAL_SHARE, FINAL_S = 0.1, 3.0
@@ -284,7 +284,9 @@ class _Gpu:
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)
         informed = SAMPLERS[self._plan.sampler].informed
-        before = knowledge(job.workload, space, self._target, stored) if informed else None
+        before = knowledge(job.workload, space, self._target, stored) if informed else Knowledge()
+        if job.best is not None:  # of the families studied before
+            before = replace(before, bar_us=job.best.median_us)
         search = Search(space, self._plan.sampler, seeds, self._plan.seed, before)
         known = known_records(stored, job.workload, space, job.density, self._versions, self._compiler)
         for record in known:
