@@ -767,10 +767,10 @@ def export(
         for record in winners:
             for spec, facts in wanted(workload.spec, record.admission):
                 kinds[spec, record.config, facts] = None
-        for family in serving(workload.spec, to)[:1]:
-            for spec, facts in wanted(workload.spec, "any"):
-                if facts == ANY_CALL:
-                    kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
+        for spec, facts in wanted(workload.spec, "any"):
+            if facts == ANY_CALL:
+                family = serving(spec, to, facts, workload.heads_per_kv)[0]
+                kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
     if missing:
         listed = "\n  ".join(missing)
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")

@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -235,13 +235,15 @@ def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target:
 
 
 def _ptxas_log(ptx: str, target: Target) -> str:
-    """What ptxas says of a kernel, information and warnings."""
+    """What ptxas says of a kernel, information and warnings: the ptxas that triton takes for the target."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         suffix = "a" if target.arch >= 90 else ""
         options = ("-v", f"--gpu-name=sm_{target.arch}{suffix}", "-o", str(path.with_suffix(".cubin")))
-        return _run_tool("ptxas", *options, str(path)).stderr
+        return _run_tool(lambda: get_ptxas(target.arch), *options, str(path)).stderr
 
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?(\S+)(.*?);")
@@ -286,23 +288,28 @@ def run_binary_tool(tool: str, cubin: bytes, *options: str) -> str:
     Raises:
         OSError: it is missing, fails or hangs; also of a cubin cut short: ptxas does not notice a full disk.
     """
+    from triton import knobs
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return _run_tool(tool, *options, file.name).stdout
+        return _run_tool(lambda: getattr(knobs.nvidia, tool), *options, file.name).stdout
 
 
-def _run_tool(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    from triton import knobs
-
+def _run_tool(find: Callable[[], Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of triton's tools, which it looks for."""
     try:
-        command = [getattr(knobs.nvidia, tool).path, *arguments]
+        command = [find().path, *arguments]
+    except RuntimeError as error:
+        raise OSError(f"a tool of triton's cannot be used: {error}") from error
+    name = Path(command[0]).name
+    try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         said = (error.stderr or error.stdout).strip()[:200]
-        raise OSError(f"{tool} ended with code {error.returncode}: {said}") from error
-    except (subprocess.TimeoutExpired, RuntimeError) as error:  # triton raises the second: no such tool
-        raise OSError(f"{tool} cannot be used: {error}") from error
+        raise OSError(f"{name} ended with code {error.returncode}: {said}") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{name} cannot be used: {error}") from error
 
 
 def _read(folder: Path, key: str) -> Artifact | None:

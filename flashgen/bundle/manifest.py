@@ -68,7 +68,7 @@ _ARTIFACT = {
     "name": Text(),
     "cubin_sha256": Text(),
     "abi": _ABI,
-    "num_warps": Number(most=32),
+    "num_warps": Number(least=1, most=32),
     "shared_bytes": _COUNT,
     "registers": Number(most=255),
     "spill_bytes": Number(most=512 * KIB),  # local memory of a thread

@@ -5,8 +5,8 @@ from __future__ import annotations
 from flashgen.codegen.attention_fwd import ATTENTION_FWD
 from flashgen.codegen.attention_fwd_sm90 import ATTENTION_FWD_SM90
 from flashgen.codegen.family import Family
-from flashgen.errors import UnknownName, Unsupported
-from flashgen.spec.attention import AttentionSpec
+from flashgen.errors import DoesNotFit, UnknownName, Unsupported
+from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
 from flashgen.spec.target import Target
 
@@ -30,10 +30,34 @@ def foreign(config: Config) -> str:
     return family.owns(config)
 
 
-def serving(spec: AttentionSpec, target: Target) -> tuple[Family, ...]:
-    """The families that serve a spec on a target; `Unsupported` lists each one's reason if none does."""
+def serving(
+    spec: AttentionSpec, target: Target, facts: CallFacts | None = None, heads_per_kv: int = 1
+) -> tuple[Family, ...]:
+    """The families that serve a spec on a target, in the table's order.
+
+    Args:
+        facts: only those whose default serves calls of this kind, too.
+        heads_per_kv: query heads of each key head of such calls.
+
+    Raises:
+        Unsupported: none does; the message lists each one's reason.
+    """
     reasons = {family: family.supports(spec, target) for family in FAMILIES.values()}
+    if facts is not None:
+        for family in (family for family, reason in reasons.items() if not reason):
+            reasons[family] = _without_default(family, spec, target, facts, heads_per_kv)
     found = tuple(family for family, reason in reasons.items() if not reason)
     if not found:
         raise Unsupported("no kernel family serves this: " + "; ".join(reasons.values()))
     return found
+
+
+def _without_default(
+    family: Family, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int
+) -> str:
+    """Why no default of a family serves calls of a kind."""
+    try:
+        family.default(spec, target, facts, heads_per_kv)
+    except DoesNotFit as error:
+        return str(error)
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import secrets
 import textwrap
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ class Toolchain:
     triton: str
     interpret: bool = False
     """The interpreter multiplies the raw bits of bf16, so operands are brought to fp32 there."""
+
+    @property
+    def minor(self) -> tuple[int, ...]:
+        """(3, 6) of 3.6.0: what templates compare; of what reads otherwise (0, 0)."""
+        found = re.match(r"(\d+)\.(\d+)", self.triton)
+        return tuple(map(int, found.groups())) if found else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

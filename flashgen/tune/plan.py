@@ -66,6 +66,8 @@ class Plan:
     """Interleaved passes over the finalists."""
     seed: int = 0
     """Of every random choice: 0 to `MAX_SEED`."""
+    families: tuple[str, ...] = ()
+    """Only these are searched; none: all that serve a workload."""
 
     def __post_init__(self) -> None:
         check_sampler(self.sampler)

@@ -39,12 +39,12 @@ class Landscape:
 
     workload: Workload
     space: int
-    """Feasible configs of all families."""
+    """Feasible configs of the families that are recorded."""
     best: Config
     """The fastest right one."""
     best_us: float
     defaults: tuple[Config, ...]
-    """The default of each family, which every run tries first."""
+    """The default of each such family, which every run tries first."""
     records: tuple[Record, ...] = field(repr=False)
     """Of feasible configs, one each."""
 
@@ -218,7 +218,7 @@ def simulate(
     for name in names:
         together: list[Run] = []
         for landscape in landscapes:
-            limit = trials or _limit(landscape, target, DEFAULT_SHARE if share is None else share)
+            limit = trials or _limit(landscape, DEFAULT_SHARE if share is None else share)
             plans = [replace(plan or Plan(), sampler=name, trials=limit, seed=seed) for seed in range(seeds)]
             runs = [_run(landscape, target, each, noise, ahead) for each in plans]
             scores.append(Score(name, landscape.workload, tuple(runs)))
@@ -261,10 +261,9 @@ def _check(trials: int | None, share: float | None, seeds: int, noise: float, ah
         raise InvalidArgument(f"{noise=} must be at least 0 and less than 1: 0.01 is 1 % of a time")
 
 
-def _limit(landscape: Landscape, target: Target, share: float) -> int:
+def _limit(landscape: Landscape, share: float) -> int:
     """Trials of one study, so that all families' together are a share of the space."""
-    studies = len(serving(landscape.workload.spec, target))
-    return max(1, int(share * landscape.space / studies))
+    return max(1, int(share * landscape.space / len(landscape.defaults)))
 
 
 # The recorded spaces
@@ -291,7 +290,9 @@ def _landscapes(records: Iterable[Record]) -> tuple[Target, tuple[Landscape, ...
 
 def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) -> Landscape:
     spec, facts, group = workload.spec, contiguous_facts(workload), workload.heads_per_kv
-    families = serving(spec, target)
+    held = {config.family for config in found}
+    serve = serving(spec, target, facts, group)
+    families = [family for family in serve if family.name in held] or serve
     space = [config for family in families for config in family.feasible(spec, target, facts, group)]
     recorded = tuple(found[config] for config in space if config in found)
     told = f"{workload.name} of [{spec.key}]"
@@ -323,7 +324,7 @@ def _run(landscape: Landscape, target: Target, plan: Plan, noise: float, ahead: 
         measurers={"the replay": Replay(records, noise, plan.seed)},
         compiler=NoCompiler(Toolchain(versions.triton), ahead, hashes),
         versions=versions,
-        plan=plan,
+        plan=replace(plan, families=tuple(config.family for config in landscape.defaults)),
     )
     if result.interrupted:
         raise KeyboardInterrupt

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from flashgen.build.inputs import contiguous_facts
-from flashgen.codegen.families import serving
 from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource
 from flashgen.errors import FlashGenError, StoreError, Unsupported
@@ -29,7 +28,7 @@ from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.spec.target import Target
 from flashgen.tune.fleet import Control, Fleet, Task
 from flashgen.tune.plan import Plan
-from flashgen.tune.prior import TuneStore, first_tried, knowledge, known_records, learnt_us
+from flashgen.tune.prior import TuneStore, families_for, first_tried, knowledge, known_records, learnt_us
 from flashgen.tune.result import Progress, Summary, TuneResult
 from flashgen.tune.search import SAMPLERS, Knowledge, Search
 
@@ -87,7 +86,7 @@ def _control(run: _Run, workloads: Sequence[Workload]) -> Control | None:
     """The default config of the first workload that a family serves."""
     for workload in workloads:
         try:
-            family = serving(workload.spec, run.target)[0]
+            family = families_for(workload, run.target, run.plan)[0]
         except Unsupported:
             continue
         facts = contiguous_facts(workload)
@@ -216,7 +215,7 @@ class _Gpu:
         job = _Job(workload, task.index, self._run.total, task.turns, facts, "", deadline, now)
         try:
             job.density = self._ready(workload)
-            families = serving(workload.spec, self._target)
+            families = families_for(workload, self._target, self._plan)
             for position, family in enumerate(families):
                 self._study(job, family, len(families) - position)
             self._final(job)

@@ -15,7 +15,7 @@ from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
 from flashgen.spec.config import Config
 from flashgen.spec.target import TARGETS
 
-FAMILY = FAMILIES["attention_fwd"]
+FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
 H200 = TARGETS["nvidia-h200"]
 SPEC = AttentionSpec(128, 128, "bf16", masks.causal().rule)
 COMPILED = Path(__file__).parent.parent / "data" / "compiled_configs.jsonl"
@@ -109,11 +109,23 @@ def test_a_reason_leaves_the_configs_name_to_whoever_tells_it() -> None:
 
 
 def test_serving_gives_reasons() -> None:
-    assert serving(SPEC, H200) == (FAMILY,)
+    assert serving(SPEC, H200) == (SM90, FAMILY)
+    assert serving(SPEC, TARGETS["nvidia-a100"]) == serving(SPEC, TARGETS["nvidia-b200"]) == (FAMILY,)
+    assert serving(AttentionSpec(128, 128, "fp32"), H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):
         serving(SPEC, replace(H200, arch=75))
-    with pytest.raises(UnknownName, match="known: attention_fwd"):
+    with pytest.raises(UnknownName, match="known: attention_fwd, attention_fwd_sm90"):
         find_family("attention")
+
+
+def test_serving_asks_for_a_default_where_the_kind_of_call_is_given() -> None:
+    strided = CallFacts("strided", tma=False)
+    assert serving(SPEC, H200, CallFacts()) == (SM90, FAMILY)
+    assert serving(SPEC, H200, strided) == (FAMILY,)
+    tiny = replace(H200, shared_per_block=4 * 1024)
+    reasons = r"(?s)sm90 fits.*needs at least 192 KB.*attention_fwd fits.*needs at least 96 KB"
+    with pytest.raises(Unsupported, match=reasons):
+        serving(SPEC, tiny, strided)
 
 
 @pytest.mark.parametrize(

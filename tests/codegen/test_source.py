@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,20 @@ def test_c27_the_hash_is_of_content_not_of_place(tmp_path: Path) -> None:
     assert first.name == second.name and first.read_text() == second.read_text()
     before = first.stat().st_mtime_ns
     assert write(SAMPLES["causal"], tmp_path / "a").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("triton", "load", "store"),
+    [
+        ("3.6.0", "async_copy_global_to_shared", "async_copy_shared_to_global"),
+        ("3.7.1", "async_copy_global_to_shared", "async_copy_shared_to_global"),
+        ("3.8.0", "async_load", "async_store"),
+        ("3.10.0+git", "async_load", "async_store"),
+        ("built here", "async_copy_global_to_shared", "async_copy_shared_to_global"),
+    ],
+)
+def test_copies_by_tma_have_the_names_of_the_toolchain(triton: str, load: str, store: str) -> None:
+    """A record may name any version; whatever it names renders."""
+    config = "c2n128s2g4p1_late_lazy_tree_lane_dynamic"
+    text = source(CAUSAL, config, Toolchain(triton), SM90).text
+    assert set(re.findall(r"tma\.(async_\w+)", text)) == {load, store}
