@@ -53,7 +53,8 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     registers, _ = REGISTERS[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
-    if programs * (_shared_bytes(config, spec, target).most + KIB) > target.shared_per_block + KIB:
+    together = programs * (_shared_bytes(config, spec, target).most + KIB)
+    if programs > 1 and together > target.shared_per_block + KIB:
         return f"{programs} programs need more shared memory than a multiprocessor has"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):

@@ -217,7 +217,7 @@ def test_an_axis_of_extent_1_may_have_any_stride(cuda: FakeCuda) -> None:
     assert maps_of(artifact, cuda)["K"]["strides"] == (256, 16, 16)
 
 
-PERSISTENT, PLAIN = (f"c2n128s2g4p4_late_lazy_tree_lane_{schedule}" for schedule in ("dynamic", "plain"))
+PERSISTENT, PLAIN = (f"c2x1n128s2g4p4_late_lazy_tree_lane_{schedule}" for schedule in ("dynamic", "plain"))
 
 
 def sm90(config: str) -> Artifact:

@@ -22,7 +22,7 @@ def abi(config: str, facts: CallFacts | None = None) -> Abi:
     return render(CAUSAL, SM90.find(config), Toolchain("3.6.0")).abi(facts or CallFacts())
 
 
-PACKED = abi("c2n128s2g4p4_late_lazy_tree_lane_dynamic")
+PACKED = abi("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic")
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_blocks_of_a_grid(grid: Grid, sizes: tuple[int, int, int], blocks: int) 
 
 def test_the_grid_is_that_of_the_config() -> None:
     assert PACKED.grid == Grid("persistent", 32, 4)
-    assert abi("c3n64s2g4p1_late_lazy_tree_lane_plain").grid == Grid("row_tiles", 192, 1)
-    assert abi("c1n64s2g4p16_late_lazy_tree_lane_plain").grid == Grid("row_tiles", 4, 16)
+    assert abi("c3x1n64s2g4p1_late_lazy_tree_lane_plain").grid == Grid("row_tiles", 192, 1)
+    assert abi("c1x1n64s2g4p16_late_lazy_tree_lane_plain").grid == Grid("row_tiles", 4, 16)
 
 
 @pytest.mark.parametrize("facts", [CallFacts(), CallFacts(wide=True)], ids=["narrow", "wide"])
 def test_an_abi_comes_back_from_json(facts: CallFacts) -> None:
-    for config in ("c2n128s2g4p4_late_lazy_tree_lane_dynamic", "c1n64s4g4p1_late_lazy_tree_lane_plain"):
+    for config in ("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic", "c1x1n64s4g4p1_late_lazy_tree_lane_plain"):
         made = abi(config, facts)
         assert Abi.from_json(made.to_json()) == made
-    assert PACKED.to_json()["grid"] == {"rule": "persistent", "block_m": 32, "pack": 4}
+    assert PACKED.to_json()["grid"] == {"rule": "persistent", "block_m": 32, "pack": 4, "programs": 1}
     assert WORKSPACE in {arg["source"] for arg in PACKED.to_json()["args"]}
 
 

@@ -51,22 +51,22 @@ SAMPLES = {
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
     ),
     "sm90_causal": sm90(
-        AttentionSpec(128, 128, "bf16", masks.causal().rule), "c3n64s2g4p1_late_lazy_tree_lane_dynamic"
+        AttentionSpec(128, 128, "bf16", masks.causal().rule), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"
     ),
     "sm90_full_plain_pinned": sm90(
-        AttentionSpec(128, 128, "bf16", return_lse=True), "c2n128s2g16p1_pinned_always_chain_row_plain"
+        AttentionSpec(128, 128, "bf16", return_lse=True), "c2x1n128s2g16p1_pinned_always_chain_row_plain"
     ),
     "sm90_union_of_ranges": sm90(
         AttentionSpec(64, 64, "bf16", (masks.sliding_window(64, 0) | ~masks.sliding_window(512, 512)).rule),
-        "c3n128s2g4p1_early_lazy_tree_lane_dynamic",
+        "c3x1n128s2g4p1_early_lazy_tree_lane_dynamic",
     ),
     "sm90_window_softcap": sm90(
         AttentionSpec(192, 128, "bf16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
-        "c2n64s3g4p1_pinned_lazy_tree_lane_dynamic",
+        "c2x1n64s3g4p1_pinned_lazy_tree_lane_dynamic",
     ),
     "sm90_packed_chunks": sm90(
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
-        "c1n64s2g4p4_late_always_tree_row_plain",
+        "c1x1n64s2g4p4_late_always_tree_row_plain",
     ),
 }
 
@@ -214,6 +214,6 @@ def test_c27_the_hash_is_of_content_not_of_place(tmp_path: Path) -> None:
 )
 def test_copies_by_tma_have_the_names_of_the_toolchain(triton: str, load: str, store: str) -> None:
     """A record may name any version; whatever it names renders."""
-    config = "c2n128s2g4p1_late_lazy_tree_lane_dynamic"
+    config = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
     text = source(CAUSAL, config, Toolchain(triton), SM90).text
     assert set(re.findall(r"tma\.(async_\w+)", text)) == {load, store}

@@ -341,7 +341,7 @@ def consumer(
 
 
 @gluon.jit
-def attention_fwd_sm90_d128_causal_bf16_c3n64s2g4p1_late_lazy_tree_lane_dynamic(
+def attention_fwd_sm90_d128_causal_bf16_c3x1n64s2g4p1_late_lazy_tree_lane_dynamic(
     Q,
     K,
     V,

@@ -149,9 +149,10 @@ def consumer(
 
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-    keep = k_idx < k_len
-    score = gl.where(keep, score, float("-inf"))
+    if full_hi < hi:
+        k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
+        keep = k_idx < k_len
+        score = gl.where(keep, score, float("-inf"))
     row_max = row_maximum(score) * scale_log2
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key yet
     weights = gl.exp2(score * scale_log2 - shift[:, None])
@@ -163,37 +164,6 @@ def consumer(
     acc = gl.zeros([ROWS, 128], gl.float32, O_LAYOUT_128)
 
     # Scores of one block of keys are multiplied while the block before it is added to the output.
-    for start_n in range(hi - BLOCK_N - BLOCK_N, full_hi - BLOCK_N, -BLOCK_N):
-        v_stage, v_phase = stage, phase
-        step += 1
-        stage = step % STAGES
-        phase = step // STAGES & 1
-        score = warpgroup_mma(
-            q, k_smem.index(stage).reshape([BLOCK_N, 128]).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        acc = scaled(acc, factor)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, 128]), acc, is_async=True)
-
-        score = warpgroup_mma_wait(1, deps=[score])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        keep = k_idx < k_len
-        score = gl.where(keep, score, float("-inf"))
-        new_max = gl.maximum(row_max, row_maximum(score) * scale_log2)
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-        weights = gl.exp2(score * scale_log2 - shift[:, None])
-        factor = gl.exp2(row_max - shift)
-        row_sum = row_sum * factor + row_total(weights)
-        row_max = new_max
-        next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_128)
-
-        row_sum = pinned(row_sum)
-        mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=start_n > lo)
-        acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        p = next_p
-
     for start_n in range(gl.minimum(full_hi, hi - BLOCK_N) - BLOCK_N, full_lo - BLOCK_N, -BLOCK_N):
         v_stage, v_phase = stage, phase
         step += 1
@@ -240,7 +210,7 @@ def consumer(
 
 
 @gluon.jit
-def attention_fwd_sm90_d128_full_bf16_lse_c2n128s2g16p1_pinned_always_chain_row_plain(
+def attention_fwd_sm90_d128_full_bf16_lse_c2x1n128s2g16p1_pinned_always_chain_row_plain(
     Q,
     K,
     V,

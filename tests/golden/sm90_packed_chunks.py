@@ -166,9 +166,10 @@ def consumer(
 
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-    keep = (k_idx < mask_key_lengths__here) & (k_idx < k_len)
-    score = gl.where(keep, score, float("-inf"))
+    if full_hi < hi:
+        k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
+        keep = (k_idx < mask_key_lengths__here) & (k_idx < k_len)
+        score = gl.where(keep, score, float("-inf"))
     row_max = row_maximum(score) * scale_log2
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key yet
     weights = gl.exp2(score * scale_log2 - shift[:, None])
@@ -180,45 +181,6 @@ def consumer(
     acc_64 = gl.zeros([ROWS, 32], gl.float32, O_LAYOUT_32)
 
     # Scores of one block of keys are multiplied while the block before it is added to the output.
-    for start_n in range(hi - BLOCK_N - BLOCK_N, full_hi - BLOCK_N, -BLOCK_N):
-        v_stage, v_phase = stage, phase
-        step += 1
-        stage = step % STAGES
-        phase = step // STAGES & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        score = warpgroup_mma(
-            q_0, k_smem_0.index(stage).reshape([BLOCK_N, 64]).permute((1, 0)), zero, use_acc=False,
-            is_async=True,
-        )
-        score = warpgroup_mma(
-            q_64, k_smem_64.index(stage).reshape([BLOCK_N, 32]).permute((1, 0)), score, is_async=True
-        )
-        acc_0 = scaled(acc_0, factor)
-        acc_64 = scaled(acc_64, factor)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc_0 = warpgroup_mma(p, v_smem_0.index(v_stage).reshape([BLOCK_N, 64]), acc_0, is_async=True)
-        acc_64 = warpgroup_mma(
-            gl.convert_layout(p, P_LAYOUT_32), v_smem_64.index(v_stage).reshape([BLOCK_N, 32]), acc_64,
-            is_async=True,
-        )
-
-        score = warpgroup_mma_wait(2, deps=[score])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        keep = (k_idx < mask_key_lengths__here) & (k_idx < k_len)
-        score = gl.where(keep, score, float("-inf"))
-        new_max = gl.maximum(row_max, row_maximum(score) * scale_log2)
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-        weights = gl.exp2(score * scale_log2 - shift[:, None])
-        factor = gl.exp2(row_max - shift)
-        row_sum = row_sum * factor + row_total(weights)
-        row_max = new_max
-        next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_64)
-
-        acc_0, acc_64, p, next_p = warpgroup_mma_wait(0, deps=[acc_0, acc_64, p, next_p])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        p = next_p
-
     for start_n in range(gl.minimum(full_hi, hi - BLOCK_N) - BLOCK_N, full_lo - BLOCK_N, -BLOCK_N):
         v_stage, v_phase = stage, phase
         step += 1
@@ -282,7 +244,7 @@ def consumer(
 
 
 @gluon.jit
-def attention_fwd_sm90_d96_key_padding_fp16_lse_c1n64s2g4p4_late_always_tree_row_plain(
+def attention_fwd_sm90_d96_key_padding_fp16_lse_c1x1n64s2g4p4_late_always_tree_row_plain(
     Q_0, Q_64,
     K_0, K_64,
     V_0, V_64,

@@ -476,7 +476,7 @@ def consumer(
 
 
 @gluon.jit
-def attention_fwd_sm90_d64_sliding_window_or_not_sliding_window_bf16_c3n128s2g4p1_early_lazy_tree_lane_dynamic(
+def attention_fwd_sm90_d64_sliding_window_or_not_sliding_window_bf16_c3x1n128s2g4p1_early_lazy_tree_lane_dynamic(
     Q,
     K,
     V,

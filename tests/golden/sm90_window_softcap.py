@@ -442,7 +442,7 @@ def consumer(
 
 
 @gluon.jit
-def attention_fwd_sm90_d192v128_sliding_window_softcap_bf16_c2n64s3g4p1_pinned_lazy_tree_lane_dynamic(
+def attention_fwd_sm90_d192v128_sliding_window_softcap_bf16_c2x1n64s3g4p1_pinned_lazy_tree_lane_dynamic(
     Q_0, Q_128,
     K_0, K_128,
     V,
