@@ -226,7 +226,7 @@ def suite() -> Iterator[Row]:
 
 
 def serial() -> Iterator[Row]:
-    """24 random configs of each family for one workload: compiled ahead by all cores, and one after another by one."""
+    """24 random configs of each family: compiled ahead by all cores, and one after another by one."""
     work = make_workload(
         head_dim=128,
         heads=32,
