@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from flashgen.codegen.abi import Grid
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import SHORT_NAMES, Config, Value
@@ -46,6 +47,11 @@ class Tiling:
     """Whether as many programs as there are multiprocessors take tile after tile, from a counter."""
     warps: int = 0
     """Of a program as it runs, where that differs from num_warps."""
+
+    @property
+    def grid(self) -> Grid:
+        """How many programs there are."""
+        return Grid("persistent" if self.persistent else "row_tiles", self.block_m, self.pack)
 
     @property
     def rows(self) -> int:
