@@ -100,7 +100,10 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v)))
     tile = next(tile for limit, *tile in _DEFAULT_TILES if head_dim <= limit)
-    return ((*tile, 4, 1, "late", "lazy", "tree", "lane", "dynamic"),)
+    # With the LSE a thread of a large head dim has no register left for the next tile's place.
+    schedule = "plain" if head_dim > 192 and spec.return_lse else "dynamic"
+    rest = (4, 1, "late", "lazy", "tree", "lane")
+    return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
 
 # (largest head dim, consumers, programs, block_n, num_stages), as measured on one H200.

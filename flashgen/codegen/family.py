@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from flashgen.codegen.abi import Grid
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import SHORT_NAMES, Config, Value
@@ -50,6 +51,13 @@ class Tiling:
     """Programs that share a multiprocessor, as far as the family plans it."""
     max_registers: int = 0
     """Of a thread at the launch, where the compiler is told; warp-specialised programs deal them out anew."""
+
+    @property
+    def grid(self) -> Grid:
+        """How many programs there are."""
+        if self.persistent:
+            return Grid("persistent", self.block_m, self.pack, self.programs)
+        return Grid("row_tiles", self.block_m, self.pack)
 
     @property
     def rows(self) -> int:

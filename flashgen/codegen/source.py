@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Grid, environment_names
+from flashgen.codegen.abi import WORKSPACE, Abi, Arg, environment_names
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
@@ -85,9 +85,7 @@ class KernelSource:
         return Abi(
             environment=environment_names(self.spec),
             args=tuple(_specialised(arg, self.spec, facts) for group in self.arguments for arg in group),
-            grid=Grid("persistent", tiling.block_m, tiling.pack, tiling.programs)
-            if tiling.persistent
-            else Grid("row_tiles", tiling.block_m, tiling.pack),
+            grid=tiling.grid,
             max_registers=tiling.max_registers,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,

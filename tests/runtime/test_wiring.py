@@ -88,7 +88,7 @@ def test_after_tuning_the_cache_holds_the_winners_and_a_call_compiles_nothing(
     for each in records:
         fastest.setdefault(each.admission, each.config)
     assert summary.winner is not None and summary.winner.config in fastest.values()
-    assert 1 <= len(fastest) < len(records) == 5
+    assert 1 <= len(fastest) < len(records) == 2 * 5, "of each family"
     sources = [render(work.spec, config, toolchain()) for config in fastest.values()]
     keys = {artifact_key(source, source.abi(contiguous_facts(work)), H200) for source in sources}
     found = list((cache / "artifacts").iterdir())
@@ -167,9 +167,11 @@ def test_explain_shows_every_step(database: str) -> None:
     assert [(step.source, step.verdict) for step in told.steps] == [
         ("database", "rejected"),
         ("shipped records", "rejected"),
+        ("family default", "rejected"),
         ("family default", "accepted"),
         ("torch", "not reached"),
     ]
+    assert told.steps[2].reason == "attention_fwd_sm90 needs sm_90, not cuda 89"
     lines = str(told).splitlines()
     assert lines[0] == (
         "attention, batch 2, heads 4 (2 of k and v), q_len 64, k_len 64, head_dim 32, fp16, mask causal"
