@@ -40,6 +40,9 @@ _MACHINE_SAYS = {
     "failed with error code -9": errno.ENOMEM,  # killed, as the system does when memory runs out
 }
 _TOOL_TIMEOUT_S = 60.0
+SPILLS_LEFT_TO_THE_CLOCK = 8
+"""Instructions of a loop that spill: so few are no reason to refuse an asynchronous kernel before it is
+timed, and where the LSE takes the last register (head_dim 256: one) a call gets the kernel that was tuned."""
 _GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -223,14 +226,14 @@ def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target:
     """Refuses an asynchronous kernel whose products wait for each other, which triton does not tell.
 
     ptxas warns where it puts a wait behind every wgmma: C7510 (a call it cannot see through), C7512 (too few
-    registers), C7514 (an accumulator that is touched on the way); such a kernel takes twice as long. Spills
-    cost where the loop over keys makes them: what is spilled once for each tile costs nothing that was
-    measured, and the fastest kernels of head_dim 64 do it.
+    registers), C7514 (an accumulator that is touched on the way); such a kernel takes twice as long. Many
+    spills are as bad where the loop over keys makes them; what is spilled once for each tile costs nothing
+    that was measured, and the fastest kernels of head_dim 64 do it.
     """
     said = _ptxas_log(ptx, target)
     if found := re.search(r"\((C751[024])\)[^:]*:?\s*(.*)", said):
         raise CompileFailed(f"{name}: ptxas {found[1]}: {found[2].strip()[:200]}")
-    if spilled and (count := spills_in_loops(sass(cubin))):
+    if spilled and (count := spills_in_loops(sass(cubin))) > SPILLS_LEFT_TO_THE_CLOCK:
         raise DoesNotFit(f"{name} spills registers in its loop over keys: {count} instructions")
 
 
