@@ -242,7 +242,7 @@ def _marks(
 @lru_cache(maxsize=1)
 def _versions_here() -> Versions:
     """This process's; what is not installed is empty."""
-    from flashgen.build.driver import driver_version
+    from flashgen.build.versions import driver_version
 
     found = {"triton": "", "driver": ""}
     with suppress(ImportError):
@@ -456,7 +456,7 @@ def workloads_of(what: Workloads) -> tuple[Workload, ...]:
         from flashgen.tune.suites import suite_workloads, workloads_from_hf_config
 
         path = Path(what)
-        if not isinstance(what, str) or path.suffix == ".json" or path.exists():
+        if not isinstance(what, str) or path.suffix == ".json" or (what and path.exists()):
             return workloads_from_hf_config(path)
         return suite_workloads(what)
     found = tuple(what) if isinstance(what, Iterable) else (what,)
@@ -557,15 +557,18 @@ def tune(
         jobs: processes that compile, by default one for each core.
 
     Raises:
-        InvalidArgument: an unknown suite or target, both a target and a device, or GPUs that differ.
+        InvalidArgument: an unknown suite or target, both a target and a device, GPUs that differ, or no
+            number of processes.
         NoGPU: nothing to measure on.
         StoreError: the database cannot be opened.
     """
     from flashgen.build.device import alike_gpus
+    from flashgen.measure.compile_pool import check_jobs
     from flashgen.store.db import TuningDB
     from flashgen.store.today import current_hash
     from flashgen.tune.tuner import tune as run
 
+    check_jobs(jobs)
     workloads = workloads_of(what)
     offline = _offline(target, device)
     try:
@@ -599,18 +602,20 @@ def dry_run(
     """What `tune` with these arguments would try, and how long it may take; writes and compiles nothing.
 
     Raises:
-        InvalidArgument: an unknown suite or target, or both a target and a device.
+        InvalidArgument: an unknown suite or target, both a target and a device, or no number of processes.
         NoGPU: no target was given, and this machine has no such GPU.
         StoreError: the database cannot be opened.
     """
     from flashgen.build.compile import toolchain
-    from flashgen.measure.compile_pool import default_jobs
+    from flashgen.measure.compile_pool import check_jobs, default_jobs
     from flashgen.measure.replay import NoCompiler
     from flashgen.store.db import TuningDB
     from flashgen.store.today import current_hash
     from flashgen.tune.dry_run import dry_run as run
 
+    check_jobs(jobs)
     workloads, offline = workloads_of(what), _offline(target, device)
+    most = default_jobs()  # more processes share the cores, or wait for something to compile
     with TuningDB(SETTINGS.db_url(db), readonly=True, current_hash=current_hash) as store:
         return run(
             workloads,
@@ -619,7 +624,7 @@ def dry_run(
             source="measured" if offline is None else "model",
             compiler=NoCompiler(toolchain()),
             versions=_versions(),
-            jobs=jobs or default_jobs(),
+            jobs=most if jobs is None else min(jobs, most),
             plan=plan,
         )
 
@@ -762,10 +767,10 @@ def export(
         for record in winners:
             for spec, facts in wanted(workload.spec, record.admission):
                 kinds[spec, record.config, facts] = None
-        for family in serving(workload.spec, to)[:1]:
-            for spec, facts in wanted(workload.spec, "any"):
-                if facts == ANY_CALL:
-                    kinds[spec, family.default(spec, to, facts), facts] = None
+        for spec, facts in wanted(workload.spec, "any"):
+            if facts == ANY_CALL:
+                family = serving(spec, to, facts, workload.heads_per_kv)[0]
+                kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
     if missing:
         listed = "\n  ".join(missing)
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")
@@ -805,7 +810,7 @@ def _winners(workload: Workload, target: Target, db: str | None) -> list[Record]
 
 def _versions(torch_version: str = "", driver: str = "") -> Versions:
     """What records and bundles say they were made with."""
-    from flashgen.build.compile import triton_version
+    from flashgen.build.versions import triton_version
 
     return Versions(VERSION, triton_version(), torch_version, driver)
 

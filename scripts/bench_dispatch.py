@@ -86,7 +86,8 @@ def _launchers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, L
     abi = source.abi(FACTS[0])
     values = dict(zip(abi.environment, flatten(q, k, v, out, None, scale, pointers=False), strict=True))
     arguments = [values[arg.source] for arg in abi.args]
-    grid = (abi.grid.blocks(SHAPE["batch"], SHAPE["heads"], SHAPE["q_len"]),)  # type: ignore[arg-type]
+    sizes = (SHAPE[name] for name in ("batch", "heads", "q_len"))
+    grid = (abi.grid.blocks(*sizes, multiprocessors=target.sm_count),)  # type: ignore[misc, arg-type]
     options = {"num_warps": abi.num_warps, "num_stages": abi.num_stages}
     found[f"triton kernel[grid], {len(arguments)} arguments"] = lambda: function[grid](*arguments, **options)
     return found

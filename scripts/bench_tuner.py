@@ -5,7 +5,7 @@
     replay    the samplers over the recorded spaces, 20 seeds each (tests/data/exhaustive)
     store     5,000 records of 100 specs: the query for the best, and the way to a process's first decision
     import    `import flashgen` beyond `import torch`
-    suite     a GPU: the suite llama3-8b from an empty database
+    suite     a GPU: the suite llama3-8b from an empty database, which is kept if FLASHGEN_DB names it
     serial    a GPU: the same trials compiled ahead by all cores, and one after another
 
 Without a step: all that this machine can run. Writes {"header": ..., "rows": [...]}.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ from typing import Any
 from flashgen import api
 from flashgen.build.compile import toolchain
 from flashgen.build.device import device_count, live_target
-from flashgen.build.driver import driver_version
+from flashgen.build.versions import driver_version
 from flashgen.codegen.families import find_family
 from flashgen.measure.compile_pool import CompilePool, cores
 from flashgen.measure.peers import versions
@@ -123,8 +124,6 @@ def store() -> Iterator[Row]:
         yield _ms("store", "best query", times, records=5000, specs=100)
         script = (
             "import sys, time, torch, triton\n"
-            "from flashgen.spec.record import Record\n"
-            "from flashgen.store import jsonl\n"
             "start = time.perf_counter()\n"
             "from flashgen import api\n"
             "workload = api.Workload.from_json(__import__('json').loads(sys.argv[2]))\n"
@@ -133,7 +132,11 @@ def store() -> Iterator[Row]:
             "print(time.perf_counter() - start)\n"
         )
         argument = json.dumps(work.to_json())
-        yield _ms("store", "import, open, first decision", _fresh(script, str(path), argument), records=5000)
+        for what, variables in (
+            ("import, open, first decision", {}),
+            ("the same where nothing can be cached", {"FLASHGEN_CACHE": os.devnull}),
+        ):
+            yield _ms("store", what, _fresh(script, str(path), argument, **variables), records=5000)
 
 
 def imports() -> Iterator[Row]:
@@ -158,8 +161,13 @@ def _timed(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def _fresh(script: str, *arguments: str, count: int = 7) -> list[float]:
-    """Seconds that fresh processes print; the first, which fills the disk's caches, is left out."""
+def _fresh(script: str, *arguments: str, count: int = 7, **variables: str) -> list[float]:
+    """Seconds that fresh processes print; the first, which fills the disk's caches, is left out.
+
+    It also compiles the modules of a checkout, which an installed package has compiled: the variable that
+    forbids this is not passed on.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     times = []
     for _ in range(count + 1):
         done = subprocess.run(
@@ -167,6 +175,7 @@ def _fresh(script: str, *arguments: str, count: int = 7) -> list[float]:
             capture_output=True,
             text=True,
             cwd=ROOT,
+            env={**kept, **variables},
             check=False,
         )
         if done.returncode:
@@ -191,8 +200,11 @@ def _ms(step: str, what: str, times: list[float], **more: Any) -> Row:
 
 @contextmanager
 def _database() -> Iterator[str]:
+    """Of nothing: a file that goes away, or the one that is to be kept."""
     with tempfile.TemporaryDirectory() as folder:
-        yield str(Path(folder, "tuning.db"))
+        path = Path(os.environ.get("FLASHGEN_DB", Path(folder, "tuning.db")))
+        assert not path.exists(), f"{path} is not empty"
+        yield str(path)
 
 
 def _told(result: TuneResult) -> Row:
@@ -214,7 +226,7 @@ def suite() -> Iterator[Row]:
 
 
 def serial() -> Iterator[Row]:
-    """24 random configs of one workload: compiled ahead by all cores, and one after another by one."""
+    """24 random configs of each family: compiled ahead by all cores, and one after another by one."""
     work = make_workload(
         head_dim=128,
         heads=32,

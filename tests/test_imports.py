@@ -69,6 +69,27 @@ def test_a_call_loads_no_compiler_database_or_tuner(code: str) -> None:
     assert sorted(set(heavy(code, OFFLINE)) - set(torch_alone)) == []
 
 
+def test_a_decision_from_a_database_loads_no_alembic_and_renders_nothing_twice(tmp_path: Path) -> None:
+    import sample_records as make
+
+    from flashgen.store.db import TuningDB
+
+    work, path = make.workload(), tmp_path / "tuning.db"
+    with TuningDB(path) as database:
+        database.add(make.record(work=work))
+    code = (
+        "import os, torch\n"
+        f"os.environ['FLASHGEN_CACHE'] = {str(tmp_path / 'cache')!r}\n"
+        "from flashgen import api\n"
+        f"work = api.Workload.from_json({work.to_json()!r})\n"
+        f"assert api.best_record(work, 'nvidia-h200', db={str(path)!r}).workload == work\n"
+    )
+    unwanted = ("triton", "alembic", "optuna", "jinja2")
+    torch_alone = heavy("import torch", unwanted)
+    found = [sorted(set(heavy(code, unwanted)) - set(torch_alone)) for _ in range(2)]
+    assert found == [["jinja2"], []]
+
+
 def test_every_public_name_is_there() -> None:
     code = "import flashgen\nfor name in flashgen.__all__: assert getattr(flashgen, name) is not None, name"
     heavy(code, OFFLINE)

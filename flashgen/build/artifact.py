@@ -26,6 +26,8 @@ class Artifact:
     """The kernel's entry in the cubin."""
     cubin: bytes
     abi: Abi
+    num_warps: int
+    """Of a block as it runs: a warp-specialised kernel has more than its ABI asked for."""
     shared_bytes: int
     """Dynamic shared memory of one block."""
     registers: int
@@ -62,6 +64,7 @@ class Artifact:
             "name": self.name,
             "cubin_sha256": self.cubin_sha256,
             "abi": self.abi.to_json(),
+            "num_warps": self.num_warps,
             "shared_bytes": self.shared_bytes,
             "registers": self.registers,
             "spill_bytes": self.spill_bytes,

@@ -14,15 +14,15 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flashgen.build.artifact import Artifact
-from flashgen.codegen.abi import Abi, DescriptorFacts
+from flashgen.build.versions import triton_version
+from flashgen.codegen.abi import Abi, Arg, DescriptorFacts
 from flashgen.codegen.source import KernelSource, Toolchain, write, write_whole
 from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
 from flashgen.settings import SETTINGS
@@ -31,7 +31,7 @@ from flashgen.spec.target import KIB, Target
 
 # Triton's numbering of element types on the device differs from the driver's from 8 (fp64) on.
 _DRIVER_ELEMENT_TYPE = {8: 10, 9: 8, 10: 9}
-_FORMAT = 1  # of the cached artifacts
+_FORMAT = 2  # of the cached artifacts
 # What a compiler's message says when the machine failed it and the kernel is not to blame.
 _MACHINE_SAYS = {
     "No space left on device": errno.ENOSPC,
@@ -40,14 +40,10 @@ _MACHINE_SAYS = {
     "failed with error code -9": errno.ENOMEM,  # killed, as the system does when memory runs out
 }
 _TOOL_TIMEOUT_S = 60.0
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> str:
-    """The installed triton's version, read without importing it."""
-    from importlib.metadata import version
-
-    return version("triton")
+SPILLS_LEFT_TO_THE_CLOCK = 8
+"""Instructions of a loop that spill: so few are no reason to refuse an asynchronous kernel before it is
+timed, and where the LSE takes the last register (head_dim 256: one) a call gets the kernel that was tuned."""
+_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def toolchain(interpret: bool = False) -> Toolchain:
@@ -74,9 +70,11 @@ def compile_kernel(
             written to, as Triton's own (`~/.triton`), only costs the compile each time.
 
     Raises:
-        CompileFailed: triton or ptxas refused it; the message is theirs.
+        CompileFailed: triton or ptxas refused it; the message is theirs. Or ptxas gave up the asynchrony of a
+            kernel that lives by it.
         CompilerUnavailable: the machine failed the compiler; says nothing of the kernel.
-        DoesNotFit: it needs more shared memory than a block of the target has.
+        DoesNotFit: it needs more shared memory than a block of the target has, or more registers than its
+            loop over keys has.
     """
     cache = cache or SETTINGS.cache_dir()
     abi = source.abi(facts)
@@ -145,11 +143,14 @@ def _compile(source: KernelSource, abi: Abi, target: Target, folder: Path) -> Ar
         raise CompileFailed(f"{source.name} wants {metadata.global_scratch_size} B of scratch memory")
     cubin = compiled.asm["cubin"]
     registers, spilled = resource_usage(cubin)
+    if function.is_gluon():
+        _check_asynchronous(source.name, compiled.asm["ptx"], cubin, spilled, target)
     return Artifact(
         name=metadata.name,
         cubin=cubin,
         abi=abi,
         shared_bytes=metadata.shared,
+        num_warps=metadata.num_warps,
         registers=registers,
         spill_bytes=spilled,
         descriptors=_descriptors(metadata, abi),
@@ -163,20 +164,34 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
     """`triton.compile` with the ABI's types, constants and divisibility."""
     import triton
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
+    gluon = function.is_gluon()
+    registers = {"maxnreg": abi.max_registers} if abi.max_registers else {}
     constants = {arg.name: arg.constant for arg in abi.args if arg.constant is not None}
     return triton.compile(
-        ASTSource(
+        (GluonASTSource if gluon else ASTSource)(
             fn=function,
-            signature={a.name: "constexpr" if a.name in constants else a.type for a in abi.args},
+            signature={a.name: "constexpr" if a.name in constants else _type(a, gluon) for a in abi.args},
             constexprs=constants,
             attrs={
                 (i,): [["tt.divisibility", arg.divisor]] for i, arg in enumerate(abi.args) if arg.divisor > 1
             },
         ),
         target=gpu,
-        options={"num_warps": abi.num_warps, "num_stages": abi.num_stages},
+        options={"num_warps": abi.num_warps, "num_stages": abi.num_stages, **registers},
     )
+
+
+def _type(arg: Arg, gluon: bool) -> str:
+    """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory."""
+    if not (gluon and arg.is_descriptor):
+        return arg.type
+    from triton.experimental.gluon import language as gl
+
+    element = getattr(gl, _GLUON_TYPES[arg.type.partition("<")[2].partition("[")[0]])
+    layout = gl.NVMMASharedLayout.get_default_for(list(arg.box), element)
+    return f"{arg.type[:-1].replace(',', ', ')},{layout!r}>"
 
 
 def _failure(error: Exception, message: str) -> Exception:
@@ -207,6 +222,55 @@ def _descriptors(metadata: Any, abi: Abi) -> tuple[DescriptorFacts, ...]:
     )
 
 
+def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target: Target) -> None:
+    """Refuses an asynchronous kernel whose products wait for each other, which triton does not tell.
+
+    ptxas warns where it puts a wait behind every wgmma: C7510 (a call it cannot see through), C7512 (too few
+    registers), C7514 (an accumulator that is touched on the way); such a kernel takes twice as long. Many
+    spills are as bad where the loop over keys makes them; what is spilled once for each tile costs nothing
+    that was measured, and the fastest kernels of head_dim 64 do it.
+    """
+    said = _ptxas_log(ptx, target)
+    if found := re.search(r"\((C751[024])\)[^:]*:?\s*(.*)", said):
+        raise CompileFailed(f"{name}: ptxas {found[1]}: {found[2].strip()[:200]}")
+    if spilled and (count := spills_in_loops(sass(cubin))) > SPILLS_LEFT_TO_THE_CLOCK:
+        raise DoesNotFit(f"{name} spills registers in its loop over keys: {count} instructions")
+
+
+def _ptxas_log(ptx: str, target: Target) -> str:
+    """What ptxas says of a kernel, information and warnings: the ptxas that triton takes for the target."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        suffix = "a" if target.arch >= 90 else ""
+        options = ("-v", f"--gpu-name=sm_{target.arch}{suffix}", "-o", str(path.with_suffix(".cubin")))
+        return _run_tool(lambda: get_ptxas(target.arch), *options, str(path)).stderr
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?(\S+)(.*?);")
+
+
+def spills_in_loops(text: str) -> int:
+    """How many instructions of innermost loops with tensor-core products, in SASS, access local memory."""
+    found = [(int(at, 16), op, rest) for at, op, rest in _INSTRUCTION.findall(text)]
+    loops = []
+    for at, op, rest in found:
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None
+        if target and int(target[1], 16) < at:
+            loops.append((int(target[1], 16), at))
+    products = [at for at, op, _ in found if "GMMA" in op or "HMMA" in op]
+    loops = [(first, last) for first, last in loops if any(first <= at <= last for at in products)]
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
+    ]
+    spills = [at for at, op, _ in found if op.startswith(("LDL", "STL"))]
+    return sum(any(first <= at <= last for first, last in inner) for at in spills)
+
+
 def resource_usage(cubin: bytes) -> tuple[int, int]:
     """(registers a thread, bytes of local memory a thread), as the cubin itself says."""
     text = run_binary_tool("cuobjdump", cubin, "-res-usage")
@@ -232,17 +296,23 @@ def run_binary_tool(tool: str, cubin: bytes, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        try:
-            command = [getattr(knobs.nvidia, tool).path, *options, file.name]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True
-            )
-        except subprocess.CalledProcessError as error:
-            said = (error.stderr or error.stdout).strip()[:200]
-            raise OSError(f"{tool} ended with code {error.returncode}: {said}") from error
-        except (subprocess.TimeoutExpired, RuntimeError) as error:  # triton raises the second: no such tool
-            raise OSError(f"{tool} cannot be used: {error}") from error
-        return done.stdout
+        return _run_tool(lambda: getattr(knobs.nvidia, tool), *options, file.name).stdout
+
+
+def _run_tool(find: Callable[[], Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of triton's tools, which it looks for."""
+    try:
+        command = [find().path, *arguments]
+    except RuntimeError as error:
+        raise OSError(f"a tool of triton's cannot be used: {error}") from error
+    name = Path(command[0]).name
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or error.stdout).strip()[:200]
+        raise OSError(f"{name} ended with code {error.returncode}: {said}") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{name} cannot be used: {error}") from error
 
 
 def _read(folder: Path, key: str) -> Artifact | None:

@@ -17,7 +17,6 @@ from typing import Any
 from flashgen.errors import LaunchFailed
 
 LIBRARY = "libcuda.so.1"
-MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"  # NVML: comes with the driver, as libcuda does
 
 # CUdevice_attribute
 SM_COUNT = 16
@@ -197,16 +196,3 @@ class Driver:
 def driver() -> Driver:
     """The process's driver, opened at the first call; a failure is not remembered."""
     return Driver()
-
-
-def driver_version() -> str:
-    """Version of the NVIDIA driver, `580.159.04`; where that cannot be asked, the CUDA version it serves."""
-    text = ctypes.create_string_buffer(96)
-    try:
-        nvml = ctypes.CDLL(MANAGEMENT_LIBRARY)
-        if not nvml.nvmlInit_v2():
-            nvml.nvmlSystemGetDriverVersion(text, len(text))
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError):
-        pass
-    return text.value.decode() or f"CUDA {driver().version()}"

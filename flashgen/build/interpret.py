@@ -37,7 +37,7 @@ def interpret(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> N
     values = dict(zip(abi.environment, env, strict=True))
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         kernel = getattr(load_module(write(source, Path(folder))), source.name)
-        blocks = abi.grid.blocks(values["batch"], values["heads"], values["q_len"])
+        blocks = abi.grid.blocks(values["batch"], values["heads"], values["q_len"], multiprocessors=1)
         kernel[(blocks,)](*(_value(arg, abi, values) for arg in abi.args))
 
 

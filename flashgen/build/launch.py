@@ -15,6 +15,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -27,11 +28,13 @@ from flashgen.build.driver import (
     MAX_DYNAMIC_SHARED_BYTES,
     NUM_REGS,
     PREFER_SHARED,
+    SM_COUNT,
     TENSOR_MAP_BYTES,
     Driver,
     driver,
 )
-from flashgen.codegen.abi import AXES, Arg, DescriptorFacts
+from flashgen.build.workspace import Workspaces
+from flashgen.codegen.abi import AXES, WORKSPACE, Arg, DescriptorFacts
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.spec.target import KIB
 
@@ -250,6 +253,12 @@ class _TensorMaps:
         return _failure(self._driver, code, function, doing)
 
 
+@cache
+def _workspaces(device_index: int) -> Workspaces:
+    """The one set of workspaces of a GPU in this process."""
+    return Workspaces(device_index)
+
+
 class Kernel:
     """A kernel loaded on one GPU.
 
@@ -289,10 +298,12 @@ class Kernel:
         "_maps",
         "_memory",
         "_module",
+        "_multiprocessors",
         "_pack",
         "_params_address",
         "_q_len",
         "_stream",
+        "_workspace",
         "artifact",
         "device_index",
         "local_bytes",
@@ -387,7 +398,7 @@ class Kernel:
         pointers, the launch configuration, and the table of the parameters' addresses.
         """
         artifact = self.artifact
-        entry = {name: i for i, name in enumerate(artifact.abi.environment)}
+        entry = {name: i for i, name in enumerate((*artifact.abi.environment, WORKSPACE))}
         passed = _passed(artifact)
         described = [arg for arg in passed if arg.is_descriptor]
         plain = [arg for arg in passed if not arg.is_descriptor]
@@ -414,7 +425,7 @@ class Kernel:
         params += [scratch_at, scratch_at + 8]
         addresses = [memory.address + at for at in params]
         struct.pack_into(f"={len(addresses)}Q", memory.view, params_at, *addresses)
-        threads = 32 * artifact.abi.num_warps
+        threads = 32 * artifact.num_warps
         struct.pack_into("=7I", memory.view, config_at, 0, 1, 1, threads, 1, 1, artifact.shared_bytes)
 
         config = memory.view[config_at : config_at + _CONFIG_BYTES]
@@ -426,7 +437,10 @@ class Kernel:
             if descriptors
             else None
         )
+        takes_workspace = any(arg.source == WORKSPACE for arg in passed)
+        self._workspace = _workspaces(self.device_index).address if takes_workspace else None
         self._blocks = artifact.abi.grid.blocks
+        self._multiprocessors = self._driver.device_attribute(self.device_index, SM_COUNT)
         self._batch, self._heads, self._q_len = (entry[name] for name in ("batch", "heads", "q_len"))
         self._kernel_launch = self._driver.raw("cuLaunchKernelEx")
         self._get_current = self._driver.raw("cuCtxGetCurrent")
@@ -449,13 +463,15 @@ class Kernel:
 
         Safe to call from several threads. The GPU need not be the current one.
         """
-        blocks = self._blocks(env[self._batch], env[self._heads], env[self._q_len])
+        blocks = self._blocks(env[self._batch], env[self._heads], env[self._q_len], self._multiprocessors)
         if not 0 < blocks <= MAX_BLOCKS:
             if blocks == 0:
                 return
             raise InvalidArgument(
                 f"{self.artifact.name}: a grid of {blocks} blocks; a GPU takes {MAX_BLOCKS}"
             )
+        if self._workspace is not None:
+            env = (*env, self._workspace(stream))
         with self._lock:
             try:
                 self._pack(self._memory.view, self._args_at, *self._args(env))
@@ -481,12 +497,12 @@ class Kernel:
         artifact = self.artifact
         return (
             f"launching {artifact.name} on GPU {self.device_index} with {blocks} blocks of "
-            f"{32 * artifact.abi.num_warps} threads and {artifact.shared_bytes} B of shared memory"
+            f"{32 * artifact.num_warps} threads and {artifact.shared_bytes} B of shared memory"
         )
 
     def _misfit(self, env: tuple[Any, ...], error: Exception) -> InvalidArgument:
         """Which value did not fit."""
-        values = dict(zip(self.artifact.abi.environment, env, strict=False))
+        values = dict(zip((*self.artifact.abi.environment, WORKSPACE), env, strict=False))
         for arg in _passed(self.artifact):
             if arg.is_descriptor:
                 continue

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from flashgen.build.artifact import Artifact
 from flashgen.codegen.abi import Abi, environment_names
 from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.family import Tiling
 from flashgen.errors import BundleError, InvalidArgument
 from flashgen.spec import form
 from flashgen.spec.attention import AttentionSpec, CallFacts
@@ -58,15 +59,17 @@ _ABI = {
         },
         MAX_FILES,
     ),
-    "grid": {"rule": Text(), "block_m": _COUNT},
+    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT, "programs": _COUNT},
     "num_warps": _COUNT,
     "num_stages": _COUNT,
+    "max_registers": _COUNT,
     "facts": {"access": Text(), "tma": Flag(), "wide": Flag()},
 }
 _ARTIFACT = {
     "name": Text(),
     "cubin_sha256": Text(),
     "abi": _ABI,
+    "num_warps": Number(least=1, most=32),
     "shared_bytes": _COUNT,
     "registers": Number(most=255),
     "spill_bytes": Number(most=512 * KIB),  # local memory of a thread
@@ -318,10 +321,8 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
         )
     if spec.return_lse != any(arg.source == "lse" for arg in abi.args):
         raise InvalidArgument(f"its arguments do not have what return_lse={spec.return_lse} says")
-    told = {"block_m": abi.grid.block_m, "num_warps": abi.num_warps, "num_stages": abi.num_stages}
-    for name, value in told.items():
-        if dict(config.values).get(name, value) != value:
-            raise InvalidArgument(f"artifact.abi: {name}={value} contradicts the config {config.name}")
+    if family is not None:
+        _agrees_with(config, family.tiling(config), abi, artifact["num_warps"])
     return KernelEntry(
         spec=spec,
         config=config,
@@ -330,6 +331,23 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
         cubin=entry["cubin"],
         artifact=artifact,
     )
+
+
+_GRID = ("rule", "block_m", "pack", "programs")
+
+
+def _agrees_with(config: Config, tiling: Tiling, abi: Abi, warps: int) -> None:
+    """A kernel runs as its config says."""
+    told = {f"abi.grid.{each}": (getattr(abi.grid, each), getattr(tiling.grid, each)) for each in _GRID}
+    told |= {
+        "abi.num_warps": (abi.num_warps, tiling.num_warps),
+        "abi.num_stages": (abi.num_stages, tiling.num_stages),
+        "abi.max_registers": (abi.max_registers, tiling.max_registers),
+        "num_warps": (warps, tiling.warps or tiling.num_warps),
+    }
+    for name, (value, known) in told.items():
+        if value != known:
+            raise InvalidArgument(f"artifact.{name}={value} contradicts the config {config.name}")
 
 
 def _writer(body: dict[str, Any]) -> str:

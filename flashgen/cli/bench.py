@@ -314,7 +314,8 @@ def rate(workload: Workload, median_us: float) -> dict[str, float]:
 
 def _header(gpu: int) -> dict[str, Any]:
     """Where and how the rows were made."""
-    from flashgen.build.driver import driver, driver_version
+    from flashgen.build.driver import driver
+    from flashgen.build.versions import driver_version
     from flashgen.measure.peers import versions
 
     return {

@@ -7,11 +7,14 @@ import io
 import json
 import math
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -60,7 +63,7 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors=_ANY_NAME)
-        with _reporting(ctx), _plain_warnings():
+        with _reporting(ctx), _whole_imports(), _plain_warnings():
             return super().invoke(ctx)
 
 
@@ -87,6 +90,44 @@ def _reporting(ctx: click.Context) -> Iterator[None]:
 def _as_json(ctx: click.Context, kind: str, message: str) -> None:
     if ctx.parent is None and ctx.meta.get(_JSON):  # the outermost group prints it, once
         click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
+
+
+AGAIN_S = 0.05
+"""How long Ctrl-C waits before it looks again whether an import is over."""
+
+
+@contextmanager
+def _whole_imports() -> Iterator[None]:
+    """Lets Ctrl-C wait for the end of an import, a second or two for torch.
+
+    What is imported may pass over it, so that the command goes on as if nothing was: torch runs callbacks,
+    which raise nothing. Or it breaks half made, and the command ends with an ImportError.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not Commands.invoke.__code__:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+                return
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    # Not where Ctrl-C is somebody else's business: of the shell for a job in the background, of a program
+    # that calls this, or of the outer group.
+    mine = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    alarm = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGALRM) is interrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
 
 
 @contextmanager

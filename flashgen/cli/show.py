@@ -139,7 +139,8 @@ class _Shown:
         from flashgen.codegen.families import find_family, serving
 
         asked = name
-        families = serving(workload.spec, target) if family is None else (find_family(family),)
+        spec, group = workload.spec, workload.heads_per_kv
+        families = serving(spec, target, facts, group) if family is None else (find_family(family),)
         if name == "best":
             from flashgen.api import best_record
 
@@ -148,12 +149,12 @@ class _Shown:
                 modelled = record.measurement.source == "model"
                 how = "ranked by a model" if modelled else f"{record.median_us:.1f} us"
                 chosen = f"best record: {how} at {record.workload.name}, {record.created_at[:10]}"
-                return cls(workload.spec, record.config, target, facts, chosen)
+                return cls(spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":
-            config = families[0].default(workload.spec, target, facts)
+            config = families[0].default(spec, target, facts, group)
             untuned = "" if asked == name else ": no tuned record serves this"
-            return cls(workload.spec, config, target, facts, f"default config{untuned}")
+            return cls(spec, config, target, facts, f"default config{untuned}")
         problems = []
         for each in families:
             try:
@@ -161,9 +162,9 @@ class _Shown:
             except InvalidArgument as error:
                 problems.append(str(error))
                 continue
-            if reason := each.fits(config, workload.spec, target) or each.admits(config, facts):
+            if reason := each.refuses(config, spec, target, facts, group):
                 raise InvalidArgument(f"{name}: {reason}; `--config default` always fits")
-            return cls(workload.spec, config, target, facts, "as asked")
+            return cls(spec, config, target, facts, "as asked")
         raise InvalidArgument("; ".join(problems))
 
     def artifact(self) -> Artifact:
@@ -180,7 +181,7 @@ class _Shown:
             "spill_bytes": artifact.spill_bytes,
             "shared_bytes": artifact.shared_bytes,
             "shared_available": self.target.shared_per_block,
-            "threads": 32 * artifact.abi.num_warps,
+            "threads": 32 * artifact.num_warps,
             "cubin_bytes": len(artifact.cubin),
             "arguments": [arg.name for arg in artifact.abi.args if arg.constant is None],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -307,14 +308,16 @@ def _show_dry_run(out: Console, found: DryRun) -> None:
 
 
 def _refusals(found: DryRun) -> list[str]:
-    """A line for each reason and number of configs, with its workloads unless these are all."""
-    groups: dict[tuple[str, int], list[str]] = {}
+    """A line for each reason and number of a family's configs, with the workloads unless these are all."""
+    groups: dict[tuple[str, str, int], list[str]] = {}
     for study in found.studies:
         for reason, times in study.refused.items():
-            groups.setdefault((reason, times), []).append(short_name(study.workload))
+            groups.setdefault((study.family, reason, times), []).append(short_name(study.workload))
+    studies = Counter(study.family for study in found.studies)
     return [
-        f"{count(times, 'config')} refused: {reason}{_of(names, len(found.studies))}"
-        for (reason, times), names in groups.items()
+        f"{count(times, 'config')}{f' of {family}' if len(studies) > 1 else ''} refused: "
+        f"{reason}{_of(names, studies[family])}"
+        for (family, reason, times), names in groups.items()
     ]
 
 

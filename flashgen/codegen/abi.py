@@ -21,21 +21,28 @@ AXES = ("batch", "head", "row", "dim")
 SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_dim", "head_dim_v")
 
 
-GRID_RULES = ("row_tiles",)
+GRID_RULES = ("row_tiles", "persistent")
+
+WORKSPACE = "workspace"
+"""Beside the environment: zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
 
 # What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
-_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,1,\d+,\d+\]>"
+_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
     r"lse|operand\.\w+": _POINTER,
     "|".join(SIZES): "i32",
     "scale": "fp32",
     r"param\.\w+": "i32|fp32",
+    WORKSPACE: r"\*i32",
 }
 _STRIDE = r"[\w.]+\.stride\.\w+"
-_ALLOCATED = ("out", "lse")  # by FlashGen: aligned whatever the call is
+_ALLOCATED = ("out", "lse", WORKSPACE)  # by FlashGen: aligned whatever the call is
 _RANGES = {
     "grid.block_m": (1, 1024),
+    "grid.pack": (1, 64),
+    "grid.programs": (1, 32),
+    "max_registers": (0, 255),
     "num_warps": (1, 32),
     "num_stages": (1, 64),
     "divisor": (1, 16),
@@ -102,17 +109,23 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Launch grid: `row_tiles` is ceil(q_len / block_m) x heads x batch programs, all on x.
+    """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.
 
-    x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own.
+    x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
+    is as many at most as the GPU has multiprocessors.
     """
 
     rule: str
     block_m: int
+    pack: int = 1
+    """Heads of one key head that a tile holds."""
+    programs: int = 1
+    """Of each multiprocessor, where the grid is persistent."""
 
-    def blocks(self, batch: int, heads: int, q_len: int) -> int:
+    def blocks(self, batch: int, heads: int, q_len: int, multiprocessors: int) -> int:
         """Number of programs on x."""
-        return -(-q_len // self.block_m) * heads * batch
+        tiles = -(-q_len // self.block_m) * (heads // self.pack) * batch
+        return tiles if self.rule == "row_tiles" else min(tiles, multiprocessors * self.programs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +139,20 @@ class Abi:
     num_stages: int
     facts: CallFacts
     """The kind of call this was specialised for."""
+    max_registers: int = 0
+    """Of a thread at the launch; 0 leaves it to the compiler."""
 
     def __post_init__(self) -> None:
         if self.grid.rule not in GRID_RULES:
             raise UnknownName("grid.rule", self.grid.rule, GRID_RULES)
         _check_range("grid.block_m", self.grid.block_m)
+        _check_range("grid.pack", self.grid.pack)
+        _check_range("grid.programs", self.grid.programs)
+        _check_range("max_registers", self.max_registers)
         _check_range("num_warps", self.num_warps)
         _check_range("num_stages", self.num_stages)
         for arg in self.args:
-            if arg.source not in self.environment:
+            if arg.source not in (*self.environment, WORKSPACE):
                 raise InvalidArgument(f"{arg.name}: source={arg.source!r} is no entry of the environment")
             self._check(arg)
 
@@ -160,9 +178,10 @@ class Abi:
         return {
             "environment": list(self.environment),
             "args": [{name: getattr(arg, name) for name in Arg.__slots__} for arg in self.args],
-            "grid": {"rule": self.grid.rule, "block_m": self.grid.block_m},
+            "grid": {name: getattr(self.grid, name) for name in Grid.__slots__},
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "max_registers": self.max_registers,
             "facts": {"access": self.facts.access, "tma": self.facts.tma, "wide": self.facts.wide},
         }
 
@@ -175,6 +194,7 @@ class Abi:
             grid=Grid(**data["grid"]),
             num_warps=data["num_warps"],
             num_stages=data["num_stages"],
+            max_registers=data["max_registers"],
             facts=CallFacts(**data["facts"]),
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import itertools
 import re
+import textwrap
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -15,17 +18,22 @@ from jinja2.ext import Extension
 from flashgen.settings import SETTINGS, data_folder
 
 # A macro call that stands alone on its line.
-_LONE_CALL = re.compile(r"^( +)\{\{ (.+) \}\}$", re.MULTILINE)
+_LONE_CALL = re.compile(r"^( *)\{\{ ((?:(?!\}\}).)+) \}\}\n", re.MULTILINE)
+LINE_LENGTH = 110
+"""Of rendered code, as of our own."""
 
 
 class Reindent(Extension):
-    """Indents every line a macro returns by the indentation of the call that stands alone on its line."""
+    """Lines of a macro that is called alone on a line are indented like the call; no lines leave no line."""
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         """Rewrites such calls when a template is loaded; the number of lines stays the same."""
-        return _LONE_CALL.sub(
-            lambda m: f"{{{{ ({m[2]}) | trim('\\n') | indent({len(m[1])}, first=True) }}}}", source
-        )
+        return _LONE_CALL.sub(lambda m: f"{{{{ ({m[2]}) | lines({len(m[1])})\n}}}}", source)
+
+
+def _lines(text: object, indent: int) -> str:
+    stripped = str(text).strip("\n")
+    return textwrap.indent(stripped, " " * indent) + "\n" if stripped else ""
 
 
 class _Compiled(jinja2.FileSystemBytecodeCache):
@@ -55,10 +63,15 @@ class _Compiled(jinja2.FileSystemBytecodeCache):
             super().dump_bytecode(bucket)
 
 
+def in_gluon(text: str) -> str:
+    """Lines of Triton as Gluon spells them: what the partials share means the same in both."""
+    return re.sub(r"\btl\.", "gl.", text).replace("@triton.jit", "@gluon.jit")
+
+
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
     """The one environment of the process; templates lie beside the package or inside the wheel."""
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(data_folder("templates")),
         bytecode_cache=_Compiled(SETTINGS.cache_dir() / "templates"),
         extensions=[Reindent],
@@ -68,11 +81,60 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    made.filters["in_gluon"] = in_gluon
+    made.filters["lines"] = _lines
+    return made
 
 
 def tidy(text: str) -> str:
-    """Blank lines as a person leaves them: one inside a function, two between top-level things."""
+    """Blank lines as a person leaves them: one in a function, two between top-level things; no long lines."""
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"\n{3,}(?=[ \t])", "\n\n", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
+    text = re.sub(rf"^.{{{LINE_LENGTH + 1},}}$", lambda m: _folded(m[0]), text, flags=re.MULTILINE)
     return text.strip("\n") + "\n"
+
+
+def _folded(line: str) -> str:
+    """A long statement over several lines that mean the same: what its call is given, or what it assigns.
+
+    A comment behind it would have to move, and so keeps its line as it is.
+    """
+    code = line.lstrip()
+    indent = " " * (len(line) - len(code))
+    try:
+        (statement,) = ast.parse(code + " pass" if code.endswith(":") else code).body
+    except (SyntaxError, ValueError):
+        return line
+    value = getattr(statement, "iter", None) or getattr(statement, "value", None)
+    if not isinstance(value, ast.expr) or value.end_col_offset != len(code.removesuffix(":")):
+        return line
+    room = LINE_LENGTH - len(indent) - 4
+    if isinstance(value, ast.Call):
+        given = sorted(
+            [(each.col_offset, each.end_col_offset) for each in value.args]
+            + [(each.col_offset, each.end_col_offset) for each in value.keywords]
+        )
+        first, last = given[0][0], value.end_col_offset - 1
+        inner = code[first:last]
+        if len(inner) > room:
+            pieces = (code[start:end].replace(" ", "\0") for start, end in given)
+            inner = textwrap.fill(", ".join(pieces) + ",", room, break_long_words=False).replace("\0", " ")
+    elif isinstance(statement, ast.Assign):
+        first, last = value.col_offset, len(code)
+        inner = "\n".join(_terms(value, code)) if last - first > room else code[first:last]
+    else:
+        return line
+    opening, closing = ("", "") if isinstance(value, ast.Call) else ("(", ")")
+    head, tail = code[:first] + opening, closing + code[last:]
+    return textwrap.indent(f"{head}\n{textwrap.indent(inner, '    ')}\n{tail}", indent)
+
+
+def _terms(value: ast.expr, code: str) -> list[str]:
+    """An expression's text cut before each of its outermost operators."""
+    cuts = [value.col_offset, len(code)]
+    while isinstance(value, ast.BinOp):
+        end = value.left.end_col_offset or 0
+        cuts.append(end + len(code[end:]) - len(code[end:].lstrip(" )")))
+        value = value.left
+    return [code[start:end].strip() for start, end in itertools.pairwise(sorted(cuts))]

@@ -141,7 +141,21 @@ class RenderedMask:
     uniform_loads: tuple[str, ...]
     symbols: frozenset[str]
     """Names the element mask and the bounds read: q_idx, q_pos, first, last, ..."""
+    bound_symbols: frozenset[str]
+    """Those of the bounds alone."""
+    visit_symbols: frozenset[str]
+    """Those of the bounds of what is visited, the full parts aside."""
     helpers: tuple[str, ...]
+
+    @property
+    def differs_by_row(self) -> bool:
+        """Whether which keys a row sees depends on the row."""
+        return bool(self.bound_symbols & {"first", "last"})
+
+    @property
+    def last_is_longest(self) -> bool:
+        """Whether later rows see more keys, as under a causal mask."""
+        return len(self.ranges) == 1 and self.ranges[0].lo is None and "last" in (self.ranges[0].hi or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,10 @@ def render_mask(rule: Rule) -> RenderedMask:
         wide_bounds=bool({load.operand for bound in bounds for load in ex.loads(bound)} & wide),
         uniform_loads=text.uniform_lines(),
         symbols=frozenset().union(*(ex.free_symbols(e) for e in (rule.expr, *bounds))),
+        bound_symbols=frozenset().union(*map(ex.free_symbols, bounds)),
+        visit_symbols=frozenset().union(
+            *(ex.free_symbols(bound) for each in found for bound in (each.lo, each.hi) if bound is not None)
+        ),
         helpers=_helpers(rule.expr, *bounds),
     )
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import secrets
 import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashgen.codegen.abi import Abi, Arg, Grid, environment_names
+from flashgen.codegen.abi import WORKSPACE, Abi, Arg, environment_names
+from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
 from flashgen.codegen.families import FAMILIES
@@ -27,6 +29,12 @@ class Toolchain:
     triton: str
     interpret: bool = False
     """The interpreter multiplies the raw bits of bf16, so operands are brought to fp32 there."""
+
+    @property
+    def minor(self) -> tuple[int, ...]:
+        """(3, 6) of 3.6.0: what templates compare; of what reads otherwise (0, 0)."""
+        found = re.match(r"(\d+)\.(\d+)", self.triton)
+        return tuple(map(int, found.groups())) if found else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +81,14 @@ class KernelSource:
 
     def abi(self, facts: CallFacts) -> Abi:
         """The arguments specialised for one kind of call."""
+        tiling = FAMILIES[self.config.family].tiling(self.config)
         return Abi(
             environment=environment_names(self.spec),
             args=tuple(_specialised(arg, self.spec, facts) for group in self.arguments for arg in group),
-            grid=Grid("row_tiles", self.config.number("block_m")),
-            num_warps=self.config.number("num_warps"),
-            num_stages=self.config.number("num_stages"),
+            grid=tiling.grid,
+            max_registers=tiling.max_registers,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
             facts=facts,
         )
 
@@ -86,7 +96,7 @@ class KernelSource:
 def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
     """What the compiler may assume of an argument, and its width, for calls of this kind."""
     divisor, constant, kind = arg.divisor, arg.constant, arg.type
-    if arg.source in ("out", "lse"):  # allocated by FlashGen
+    if arg.source in ("out", "lse", WORKSPACE):  # allocated by FlashGen
         divisor = 16
     elif arg.source in ("q", "k", "v") and not arg.is_descriptor:
         divisor = 16 if facts.access == "aligned" else 1
@@ -118,11 +128,10 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
     """A tensor as pointer and strides, or as one descriptor a chunk."""
     source, letter = tensor.lower(), tensor[0].lower()
     dtype = spec.dtype
-    if tensor != "OUT" and config["loads"] == "tma":
-        rows = config["block_m" if tensor == "Q" else "block_n"]
+    if rows := _descriptor_rows(tensor, config):
         return [
             tuple(
-                Arg(tensor + c.suffix, source, f"tensordesc<{dtype}[1,1,{rows},{c.size}]>", offset=c.offset)
+                Arg(tensor + c.suffix, source, f"tensordesc<{dtype}[1,{rows},{c.size}]>", offset=c.offset)
                 for c in chunks(spec, tensor)
             )
         ]
@@ -134,17 +143,32 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
     ]
 
 
+def _descriptor_rows(tensor: str, config: Config) -> str:
+    """Heads and rows of one copy of a tensor, as `1,64`; empty where it is accessed by pointer."""
+    family = FAMILIES[config.family]
+    tiling = family.tiling(config)
+    if not tiling.descriptors or (tensor == "OUT" and family.language == "triton"):
+        return ""
+    if tensor in ("K", "V"):
+        return f"1,{tiling.block_n}"
+    if family.language == "triton":
+        return f"1,{tiling.block_m}"
+    return f"{tiling.pack},{CONSUMER_ROWS // tiling.pack}"  # of one warpgroup
+
+
 def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ...]:
     """The kernel's arguments in order, grouped by line of the signature."""
     groups = [g for tensor in ("Q", "K", "V", "OUT") for g in _tensor_arguments(tensor, spec, config)]
     if spec.return_lse:
         groups.append((Arg("LSE", "lse", "*fp32"),))
-    groups.append(
-        tuple(
-            Arg(name, name, "fp32" if name == "scale" else "i32")
-            for name in ("heads", "heads_per_kv", "q_len", "k_len", "scale")
-        )
-    )
+    tiling = FAMILIES[config.family].tiling(config)
+    if tiling.persistent:
+        groups.append((Arg("WORKSPACE", WORKSPACE, "*i32"),))
+    names = ("heads", "heads_per_kv", "q_len", "k_len", "scale")
+    sizes = [Arg(name, name, "fp32" if name == "scale" else "i32") for name in names]
+    if FAMILIES[config.family].language == "gluon":
+        sizes.insert(0, Arg("batches", "batch", "i32"))
+    groups.append(tuple(sizes))
     for rule in (spec.mask, spec.score_mod):
         if rule is None:
             continue
@@ -165,6 +189,11 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
             )
             groups.append((Arg(name, source, TRITON_TYPES[operand.dtype]), *strides))
     return tuple(groups)
+
+
+def _of_rules(group: tuple[Arg, ...]) -> bool:
+    """Whether a line of the signature belongs to the mask or the score rule."""
+    return group[0].source.startswith(("param.", "operand."))
 
 
 def kernel_name(spec: AttentionSpec, config: Config) -> str:
@@ -223,6 +252,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             config=dict(config.values),
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
+            rule_arguments=[", ".join(arg.name for arg in group) for group in arguments if _of_rules(group)],
             q_chunks=chunks(spec, "Q"),
             k_chunks=chunks(spec, "K"),
             v_chunks=chunks(spec, "V"),
@@ -230,6 +260,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             mask=mask,
             score=score,
             helpers={*mask.helpers, *score.helpers},
+            **family.derived(config, spec),
             precision=f', input_precision="{spec.fp32_precision}"' if spec.dtype == "fp32" else "",
         )
     )

@@ -20,6 +20,7 @@ from flashgen.measure.child import Child, Failure
 from flashgen.measure.worker import MeasuringFailed
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
+from flashgen.spec.form import check_whole
 from flashgen.spec.record import Measurement, Status
 from flashgen.spec.target import Target
 
@@ -204,7 +205,13 @@ def compiler(passing: Path, kept: Path | None = None) -> Any:
 def default_jobs(studies: int = 1) -> int:
     """Processes that compile where nothing is said: one for each core this process may use, at most 16 for
     each study."""
-    return min(16 * studies, cores())
+    return min(AHEAD * studies, cores())
+
+
+def check_jobs(jobs: int | None) -> None:
+    """Raises `InvalidArgument` unless it is a number of processes, or None for `default_jobs`."""
+    if jobs is not None:
+        check_whole("jobs", jobs, 1)
 
 
 def cores() -> int:

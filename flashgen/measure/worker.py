@@ -337,7 +337,7 @@ class CudaDevice:
         import torch
 
         from flashgen.build.device import live_target
-        from flashgen.build.driver import driver_version
+        from flashgen.build.versions import driver_version
         from flashgen.measure.bench import CudaClock
 
         self._torch, self._index = torch, index

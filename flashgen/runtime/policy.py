@@ -144,12 +144,13 @@ class Policy:
         for source in self.bundles:
             yield from _of(request, [source], steps)
         yield from _of(request, self.sources, steps)
-        spec, target, facts = request.workload.spec, request.target, request.facts
+        workload, target, facts = request.workload, request.target, request.facts
+        spec = workload.spec
         for family in FAMILIES.values():
             reason = family.supports(spec, target)
             if not reason:
                 try:
-                    config = family.default(spec, target, facts)
+                    config = family.default(spec, target, facts, workload.heads_per_kv)
                 except DoesNotFit as error:
                     reason = str(error)
                 else:
@@ -163,7 +164,8 @@ class Policy:
 
     def _try(self, candidate: _Candidate, request: Request, loading: bool) -> tuple[Launchable | None, str]:
         """The loaded kernel, or why there is none."""
-        spec, config = request.workload.spec, candidate.config
+        workload, config = request.workload, candidate.config
+        spec = workload.spec
         try:
             if reason := foreign(config):
                 return None, reason
@@ -171,7 +173,7 @@ class Policy:
             reason = (
                 family.supports(spec, request.target)
                 or family.fits(config, spec, request.target)
-                or family.admits(config, request.facts)
+                or family.admits(config, request.facts, workload.heads_per_kv)
             )
             if reason or not loading:
                 return None, reason

@@ -199,6 +199,11 @@ class Workload:
         )
 
     @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to compute: no query, or no key. No kernel runs for such calls."""
         return not self.q_len or not self.k_len

@@ -17,6 +17,14 @@ SHORT_NAMES = {
     "num_stages": "s",
     "loads": "",
     "order": "",
+    "consumers": "c",
+    "programs": "x",
+    "group": "g",
+    "pack": "p",
+    "rescale": "",
+    "row_max": "",
+    "row_sum": "",
+    "schedule": "",
 }
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from numbers import Integral
 from typing import Any
 
 from flashgen.errors import InvalidArgument
@@ -216,6 +217,19 @@ def plain(text: str) -> str:
 def shown(value: Any) -> str:
     """Any value for a message: short, and on one line."""
     return brief(repr(value), 80)
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises unless an argument is a whole number in a range, whatever counts it: numpy's integers do.
+
+    Raises:
+        InvalidArgument: it is none, or out of range; the message says what is allowed.
+    """
+    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InvalidArgument(f"{name}={shown(value)} must be a whole number, {allowed}")
+    if int(value) < least or (most is not None and int(value) > most):
+        raise InvalidArgument(f"{name}={shown(value)} must be {allowed}")
 
 
 def brief(text: str, limit: int = 400) -> str:

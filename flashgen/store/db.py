@@ -333,9 +333,26 @@ class TuningDB:
 
     def _attempt(self, work: Callable[[Connection], T], writes: bool) -> T:
         with self._lock:
+            if writes:
+                self._follow()
             connect = writing(self.engine) if writes else self.engine.connect()
             with connect as connection, connection.begin():
                 return work(connection)
+
+    def _follow(self) -> None:
+        """Opens the file at the path where the open one was moved or removed: what is added there is lost.
+
+        Raises:
+            StoreError: nothing would be kept there.
+        """
+        if self.path is None or self.readonly or identity(self.path) == self._file:
+            return
+        told = f"the record database {self.path} was moved or removed while it was open"
+        self.engine.dispose()
+        self._open()
+        if self.readonly or not self.persistent:
+            raise StoreError(f"{told}, and nothing can be added at its path: {self.notice}")
+        warn_once(f"{told}; what is added from now on lies in the file that is there now")
 
     def _start_afresh(self) -> bool:
         """Sets the damaged file aside and opens a new one; false where that cannot be done."""

@@ -30,7 +30,10 @@ class Fault(Enum):
         "the disk is full; free some space there and run the same again. "
         "Everything stored before is kept, only this write is missing"
     )
-    DAMAGED = "the file is damaged"
+    DAMAGED = (
+        "the file is damaged; `sqlite3 FILE .recover` prints what can be saved of it; the next tuning keeps "
+        "it under another name and starts a new one"
+    )
     READONLY = (
         "it cannot be written here; make the file and its folder writable, "
         "or choose another database with FLASHGEN_DB or --db"

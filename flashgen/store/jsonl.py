@@ -154,17 +154,39 @@ def read(source: Path | TextIO) -> Iterator[Line]:
     Raises:
         OSError: the file cannot be opened.
     """
+    return (parsed(number, text) for number, text in texts(source))
+
+
+def parsed(number: int, text: str) -> Line:
+    """A line's text as a record, or with its problem."""
+    try:
+        return Line(number, parse_line(text))
+    except InvalidArgument as error:
+        return Line(number, None, str(error))
+
+
+def spec_key(text: str) -> str:
+    """The key of the spec in a line's text, a tenth of the work of `parse_line`; empty if there is none."""
+    try:
+        return parse_spec(json.dumps(json.loads(text)["workload"]["spec"])).key
+    except NO_RECORD:
+        return ""
+
+
+def texts(source: Path | TextIO) -> Iterator[tuple[int, str]]:
+    """Number and text of a file's lines, but for blank ones; of one that is too long, its beginning.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
     if isinstance(source, Path):
         # A byte that is no UTF-8 spoils its line only; `utf-8-sig` passes over an editor's byte order mark.
         with source.open(encoding="utf-8-sig", errors="replace") as file:
-            yield from read(file)
+            yield from texts(file)
         return
     number, inside = 1, False  # `inside`: in the rest of a line that was too long
     for text in iter(lambda: source.readline(MAX_LINE + 2), ""):
         if not inside and text.strip():
-            try:
-                yield Line(number, parse_line(text.rstrip("\n")))
-            except InvalidArgument as error:
-                yield Line(number, None, str(error))
+            yield number, text.rstrip("\n")
         inside = not text.endswith("\n")
         number += not inside

@@ -10,15 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 from flashgen.build.inputs import contiguous_facts, density
-from flashgen.codegen.families import Family, serving
-from flashgen.errors import DoesNotFit, Unsupported
+from flashgen.codegen.family import Family
+from flashgen.errors import Unsupported
 from flashgen.measure.compile_pool import Compiler
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Record, Versions
 from flashgen.spec.target import Target
 from flashgen.tune.plan import Plan
-from flashgen.tune.prior import TuneStore, first_tried, known_records
+from flashgen.tune.prior import TuneStore, families_for, first_tried, known_records
 
 COMPILE_S = 1.5
 """One compile on one core takes 1 to 2 s."""
@@ -140,9 +140,9 @@ def dry_run(
     for given in workloads:
         workload = replace(given, spec=given.spec.tuned_as())
         try:
-            for family in serving(workload.spec, target):
+            for family in families_for(workload, target, plan):
                 studies.append(_study(workload, family, store, target, source, compiler, versions, plan))
-        except (Unsupported, DoesNotFit) as error:
+        except Unsupported as error:
             problems.append((workload, str(error)))
     measured = pace_of(store.records(target, source=source)) or expected_pace(source, jobs)
     return DryRun(target, tuple(studies), tuple(problems), measured, plan.budget_s)
@@ -160,14 +160,15 @@ def _study(
 ) -> Study:
     spec, facts = workload.spec, contiguous_facts(workload)
     configs = family.all_configs()
-    space = family.feasible(spec, target, facts)
-    default = family.default(spec, target, facts)
+    space = family.feasible(spec, target, facts, workload.heads_per_kv)
+    default = family.default(spec, target, facts, workload.heads_per_kv)
     stored = store.records(target, spec.key, family.name, source=source)
     records = known_records(stored, workload, space, density(workload), versions, compiler)
     known = {record.config for record in records}
     unseen = frozenset(space) - known
     wanted = dict.fromkeys(first_tried(store, workload, target, default))
-    reasons = (family.refuses(config, spec, target, facts) for config in configs)
+    group = workload.heads_per_kv
+    reasons = (family.refuses(config, spec, target, facts, group) for config in configs)
     return Study(
         workload=workload,
         family=family.name,

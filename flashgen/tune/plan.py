@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from numbers import Real
 
 from flashgen.errors import InvalidArgument
-from flashgen.spec.form import shown
+from flashgen.spec.form import check_whole, shown
 from flashgen.tune.search import SAMPLERS, check_sampler
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -20,6 +21,8 @@ feasible space, and at least so many."""
 
 MAX_SEED = 2**32 - 1
 """Of numpy, which the samplers draw from."""
+MAX_BUDGET_S = 365 * 24 * 3600
+"""A year. Python cannot wait for longer than some hundred."""
 
 
 def parse_budget(text: str) -> float:
@@ -63,17 +66,22 @@ class Plan:
     """Interleaved passes over the finalists."""
     seed: int = 0
     """Of every random choice: 0 to `MAX_SEED`."""
+    families: tuple[str, ...] = ()
+    """Only these are searched; none: all that serve a workload."""
 
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
-        for name, least in (("trials", 1), ("finalists", 0), ("passes", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidArgument(f"{name}={value} must be at least {least}")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise InvalidArgument(f"budget_s={self.budget_s} must be more than 0 seconds")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidArgument(f"seed={self.seed} must be from 0 to {MAX_SEED}")
+        if self.trials is not None:
+            check_whole("trials", self.trials, 1)
+        check_whole("finalists", self.finalists, 0)
+        check_whole("passes", self.passes, 1)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        budget = self.budget_s
+        if budget is not None and not (isinstance(budget, Real) and 0 < budget <= MAX_BUDGET_S):
+            raise InvalidArgument(
+                f"budget_s={shown(budget)} must be more than 0 seconds and at most {MAX_BUDGET_S}, a year; "
+                "None is no limit"
+            )
 
     def trial_limit(self, space: int) -> int:
         """Trials of one study of so many feasible configs."""

@@ -6,12 +6,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from flashgen.build.inputs import contiguous_facts
+from flashgen.codegen.families import serving
+from flashgen.codegen.family import Family
+from flashgen.errors import Unsupported
 from flashgen.measure.compile_pool import Compiler
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Record, RecordStore, Status, Versions
 from flashgen.spec.target import Target
-from flashgen.tune.model import expected_us
+from flashgen.tune.model import expected_error, expected_us
+from flashgen.tune.plan import Plan
 from flashgen.tune.search import Knowledge
 
 MAX_SEEDS = 6
@@ -20,6 +25,20 @@ RETRIED = (Status.OUT_OF_MEMORY,)
 """Outcomes that say more about the moment than about the config: measured again by the next run."""
 RETRIED_COMPILES = (Status.TIMEOUT, Status.CRASH)
 """The same of compiles, where a machine that is busy or fails looks like a kernel that cannot be compiled."""
+
+
+def families_for(workload: Workload, target: Target, plan: Plan) -> tuple[Family, ...]:
+    """The families to search for a workload, each of which serves calls of freshly allocated tensors.
+
+    Raises:
+        Unsupported: none does, or none of those that the plan names.
+    """
+    facts, group = contiguous_facts(workload), workload.heads_per_kv
+    found = serving(workload.spec, target, facts, group)
+    chosen = tuple(family for family in found if not plan.families or family.name in plan.families)
+    if not chosen:
+        raise Unsupported(f"of the families {', '.join(plan.families)} none serves this")
+    return chosen
 
 
 class TuneStore(RecordStore, Protocol):
@@ -99,6 +118,7 @@ def knowledge(
         stored: of the workload's spec and target, and of the source that is worked with.
     """
     expected = {config: expected_us(workload, config, target) for config in space}
+    error = max(map(expected_error, space[:1]), default=0.0)  # all are of one family
     times: dict[Workload, dict[Config, float]] = {}
     for record in stored:
         learnt = learnt_us(record.measurement)
@@ -107,14 +127,14 @@ def knowledge(
     bucket = workload.bucket()
     near = min(times, key=lambda other: (bucket.distance(other.bucket()), -len(times[other])), default=None)
     if near is None:
-        return Knowledge(expected)
+        return Knowledge(expected, error=error)
     there = {config: expected_us(near, config, target) for config in times[near]}
     errors = {
         config: math.log(time / there[config])
         for config, time in times[near].items()
         if math.isfinite(there[config])
     }
-    return Knowledge(expected, errors)
+    return Knowledge(expected, errors, error)
 
 
 def _of_the_moment(measurement: Measurement) -> bool:

@@ -29,6 +29,10 @@ class Knowledge:
     """What the cost model expects of each config; infinite where it sees no chance."""
     nearby: Mapping[Config, float] = field(default_factory=dict)
     """log(measured / expected) at the nearest workload of the same spec."""
+    error: float = 0.30
+    """How far off the expectations usually are, of the logarithm of time."""
+    bar_us: float = math.inf
+    """The best time that configs outside the space reached: what a trial has to improve on."""
 
 
 class Strategy(Protocol):
@@ -145,13 +149,16 @@ class _Guided:
         from flashgen.tune.surrogate import Surrogate
 
         expected = [knowledge.expected_us.get(config, 1.0) for config in space]
-        self._surrogate = Surrogate(space, expected, knowledge.nearby)
+        self._surrogate = Surrogate(space, expected, knowledge.nearby, knowledge.error)
         chance = random.Random(seed)
         self._ties = {config: chance.random() for config in space}
+        self._bar_us = knowledge.bar_us
         self._space, self._pending, self._told = space, dict[Config, None](), 0
 
     def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config | None:
-        gains = dict(zip(self._space, self._surrogate.improvement(list(self._pending)), strict=True))
+        gains = dict(
+            zip(self._space, self._surrogate.improvement(list(self._pending), self._bar_us), strict=True)
+        )
         config = max(unseen, key=lambda each: (round(float(gains[each]), 6), self._ties[each]))
         if gains[config] < PAYS and self._told + len(self._pending) >= FEWEST:
             return None
@@ -296,7 +303,7 @@ def check_sampler(name: str) -> None:
         UnknownName: it is no row of `SAMPLERS`.
         InvalidArgument: what it needs is not installed.
     """
-    if name not in SAMPLERS:
+    if not isinstance(name, str) or name not in SAMPLERS:
         raise UnknownName("sampler", name, SAMPLERS)
     needs = SAMPLERS[name].needs
     if needs and importlib.util.find_spec(needs) is None:

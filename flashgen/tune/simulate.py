@@ -20,6 +20,7 @@ from flashgen.measure.compile_pool import AHEAD
 from flashgen.measure.replay import NoCompiler, Replay
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
+from flashgen.spec.form import check_whole
 from flashgen.spec.record import Record, Status, rank, rank_hints
 from flashgen.spec.target import Target
 from flashgen.tune.plan import DEFAULT_SHARE, Plan
@@ -38,12 +39,12 @@ class Landscape:
 
     workload: Workload
     space: int
-    """Feasible configs of all families."""
+    """Feasible configs of the families that are recorded."""
     best: Config
     """The fastest right one."""
     best_us: float
     defaults: tuple[Config, ...]
-    """The default of each family, which every run tries first."""
+    """The default of each such family, which every run tries first."""
     records: tuple[Record, ...] = field(repr=False)
     """Of feasible configs, one each."""
 
@@ -217,7 +218,7 @@ def simulate(
     for name in names:
         together: list[Run] = []
         for landscape in landscapes:
-            limit = trials or _limit(landscape, target, DEFAULT_SHARE if share is None else share)
+            limit = trials or _limit(landscape, DEFAULT_SHARE if share is None else share)
             plans = [replace(plan or Plan(), sampler=name, trials=limit, seed=seed) for seed in range(seeds)]
             runs = [_run(landscape, target, each, noise, ahead) for each in plans]
             scores.append(Score(name, landscape.workload, tuple(runs)))
@@ -252,18 +253,17 @@ def _check(trials: int | None, share: float | None, seeds: int, noise: float, ah
     if trials is not None and share is not None:
         raise InvalidArgument(f"{trials=} and {share=} both limit the trials: leave out one of them")
     for name, value in (("trials", trials), ("seeds", seeds), ("ahead", ahead)):
-        if value is not None and value < 1:
-            raise InvalidArgument(f"{name}={value} must be at least 1")
+        if value is not None:
+            check_whole(name, value, 1)
     if share is not None and not 0 < share <= 1:
         raise InvalidArgument(f"{share=} must be more than 0 and at most 1: a part of the feasible space")
     if not 0 <= noise < 1:
         raise InvalidArgument(f"{noise=} must be at least 0 and less than 1: 0.01 is 1 % of a time")
 
 
-def _limit(landscape: Landscape, target: Target, share: float) -> int:
+def _limit(landscape: Landscape, share: float) -> int:
     """Trials of one study, so that all families' together are a share of the space."""
-    studies = len(serving(landscape.workload.spec, target))
-    return max(1, int(share * landscape.space / studies))
+    return max(1, int(share * landscape.space / len(landscape.defaults)))
 
 
 # The recorded spaces
@@ -289,9 +289,11 @@ def _landscapes(records: Iterable[Record]) -> tuple[Target, tuple[Landscape, ...
 
 
 def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) -> Landscape:
-    spec, facts = workload.spec, contiguous_facts(workload)
-    families = serving(spec, target)
-    space = [config for family in families for config in family.feasible(spec, target, facts)]
+    spec, facts, group = workload.spec, contiguous_facts(workload), workload.heads_per_kv
+    held = {config.family for config in found}
+    serve = serving(spec, target, facts, group)
+    families = [family for family in serve if family.name in held] or serve
+    space = [config for family in families for config in family.feasible(spec, target, facts, group)]
     recorded = tuple(found[config] for config in space if config in found)
     told = f"{workload.name} of [{spec.key}]"
     if len(recorded) < LEAST_COVERED * len(space):
@@ -303,7 +305,7 @@ def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) 
     best = min(recorded, key=lambda record: record.median_us)
     if best.measurement.status is not Status.OK:
         raise InvalidArgument(f"no recorded config of {told} is right, so there is no best to compare with")
-    defaults = tuple(family.default(spec, target, facts) for family in families)
+    defaults = tuple(family.default(spec, target, facts, group) for family in families)
     return Landscape(workload, len(space), best.config, best.median_us, defaults, recorded)
 
 
@@ -322,7 +324,7 @@ def _run(landscape: Landscape, target: Target, plan: Plan, noise: float, ahead: 
         measurers={"the replay": Replay(records, noise, plan.seed)},
         compiler=NoCompiler(Toolchain(versions.triton), ahead, hashes),
         versions=versions,
-        plan=plan,
+        plan=replace(plan, families=tuple(config.family for config in landscape.defaults)),
     )
     if result.interrupted:
         raise KeyboardInterrupt

@@ -18,12 +18,8 @@ from flashgen.spec.config import Config, Value
 
 Floats = NDArray[np.float64]
 
-# Of the logarithm of time. On the recorded spaces (tests/data/exhaustive) the cost model is wrong by 0.36;
-# a smaller MODEL_ERROR stops sooner and missed a winner by 13 % once in 40 searches, a larger one takes
-# twice the trials for the same winners.
-MODEL_ERROR = 0.30
-OWN_ERROR = 0.05
-"""What two neighbours do not share."""
+OWN_SHARE = 0.17
+"""What two neighbours do not share of the model's error."""
 NOISE = 0.02
 NEARBY_NOISE = 0.10
 """How well another workload's errors foretell this one's."""
@@ -41,6 +37,9 @@ class Surrogate:
         space: configs with the same tunables.
         expected_us: of each, what the cost model says; infinite where it sees no chance.
         nearby: for some of the space, log(measured / expected) at another workload of the same spec.
+        error: how far off the model usually is, of the logarithm of time. On the portable family's recorded
+            spaces (tests/data/exhaustive) that is 0.36; told 0.30, a search takes half the trials for as good
+            winners, told less it missed one by 13 % once in 40 times.
     """
 
     def __init__(
@@ -48,13 +47,14 @@ class Surrogate:
         space: Sequence[Config],
         expected_us: Sequence[float],
         nearby: Mapping[Config, float] | None = None,
+        error: float = 0.30,
     ) -> None:
         self._at = {config: i for i, config in enumerate(space)}
         logs = np.log(np.array(expected_us, dtype=np.float64))
         self._expected = np.minimum(logs, logs.min() + FARTHEST)
-        apart = np.sqrt((((x := _coordinates(space))[:, None, :] - x[None, :, :]) ** 2).sum(-1))
-        near = math.sqrt(3.0) * apart
-        self._covariance = MODEL_ERROR**2 * (1 + near) * np.exp(-near) + OWN_ERROR**2 * np.eye(len(x))
+        near = math.sqrt(3.0) * _distances(_coordinates(space))
+        shared = error**2 * (1 + near) * np.exp(-near)
+        self._covariance = shared + (OWN_SHARE * error) ** 2 * np.eye(len(near))
         self._seen: dict[int, float] = {}
         known = {self._at[config]: error for config, error in (nearby or {}).items() if config in self._at}
         self._nearby = list(known)
@@ -78,16 +78,17 @@ class Surrogate:
             _, deviation = self._posterior(self._seen | believed)
         return mean, deviation
 
-    def improvement(self, pending: Sequence[Config] = ()) -> Floats:
+    def improvement(self, pending: Sequence[Config] = (), bar_us: float = math.inf) -> Floats:
         """Expected improvement on the best time measured, as a share of it (Jones et al. 1998, section 4).
 
+        `bar_us` is a time measured elsewhere, which counts as well once one was measured here.
         Before anything was measured: how far each lies below the worst, which ranks them alike.
         """
         mean, deviation = self.belief(pending)
         if not self._seen:
             lead: Floats = mean.max() - mean
             return lead
-        best = min(self._expected[at] + error for at, error in self._seen.items())
+        best = min(math.log(bar_us), *(self._expected[at] + error for at, error in self._seen.items()))
         lead = best - mean
         z = lead / deviation
         below = 0.5 * (1.0 + np.array([math.erf(value) for value in z / math.sqrt(2.0)]))
@@ -117,6 +118,14 @@ def _offset(block: Floats, errors: Floats) -> float:
     """The common part of errors with these covariances, by generalised least squares."""
     weights = np.linalg.solve(block, np.ones(len(errors)))
     return float(weights @ errors / weights.sum())
+
+
+def _distances(points: Floats) -> Floats:
+    """Between any two points; by one product, for a space has thousands."""
+    squares = (points**2).sum(1)
+    between = squares[:, None] + squares[None, :] - 2.0 * points @ points.T
+    distances: Floats = np.sqrt(np.maximum(between, 0.0))
+    return distances
 
 
 def _coordinates(space: Sequence[Config]) -> Floats:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from flashgen.build.inputs import contiguous_facts
-from flashgen.codegen.families import Family, serving
+from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource
 from flashgen.errors import FlashGenError, StoreError, Unsupported
 from flashgen.measure.compile_pool import Compiled, Compiler
@@ -28,9 +28,9 @@ from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.spec.target import Target
 from flashgen.tune.fleet import Control, Fleet, Task
 from flashgen.tune.plan import Plan
-from flashgen.tune.prior import TuneStore, first_tried, knowledge, known_records, learnt_us
+from flashgen.tune.prior import TuneStore, families_for, first_tried, knowledge, known_records, learnt_us
 from flashgen.tune.result import Progress, Summary, TuneResult
-from flashgen.tune.search import SAMPLERS, Search
+from flashgen.tune.search import SAMPLERS, Knowledge, Search
 
 FINAL_ROUNDS = 6
 FINAL_SHARE, FINAL_S = 0.1, 3.0
@@ -86,11 +86,11 @@ def _control(run: _Run, workloads: Sequence[Workload]) -> Control | None:
     """The default config of the first workload that a family serves."""
     for workload in workloads:
         try:
-            family = serving(workload.spec, run.target)[0]
+            family = families_for(workload, run.target, run.plan)[0]
         except Unsupported:
             continue
         facts = contiguous_facts(workload)
-        config = family.default(workload.spec, run.target, facts)
+        config = family.default(workload.spec, run.target, facts, workload.heads_per_kv)
         compiled = run.compiler.submit(run.compiler.source(workload.spec, config), facts)
         return Control(workload, config, compiled, run.plan.passes)
     return None
@@ -215,7 +215,7 @@ class _Gpu:
         job = _Job(workload, task.index, self._run.total, task.turns, facts, "", deadline, now)
         try:
             job.density = self._ready(workload)
-            families = serving(workload.spec, self._target)
+            families = families_for(workload, self._target, self._plan)
             for position, family in enumerate(families):
                 self._study(job, family, len(families) - position)
             self._final(job)
@@ -274,16 +274,18 @@ class _Gpu:
 
     def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
         """The feasible space of a family and a search that knows what earlier runs measured."""
-        spec = job.workload.spec
-        space = family.feasible(spec, self._target, job.facts)
+        spec, group = job.workload.spec, job.workload.heads_per_kv
+        space = family.feasible(spec, self._target, job.facts, group)
         job.space += len(space)
         job.refused += len(family.all_configs()) - len(space)
-        default = family.default(spec, self._target, job.facts)
+        default = family.default(spec, self._target, job.facts, group)
         job.defaults.append(default)
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)
         informed = SAMPLERS[self._plan.sampler].informed
-        before = knowledge(job.workload, space, self._target, stored) if informed else None
+        before = knowledge(job.workload, space, self._target, stored) if informed else Knowledge()
+        if job.best is not None:  # of the families studied before
+            before = replace(before, bar_us=job.best.median_us)
         search = Search(space, self._plan.sampler, seeds, self._plan.seed, before)
         known = known_records(stored, job.workload, space, job.density, self._versions, self._compiler)
         for record in known:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda, build, compiler
 
-from flashgen.build import device, driver
+from flashgen.build import device, driver, versions
 from flashgen.build.device import alike_gpus, current_target, device_count, live_target, read_target
 from flashgen.errors import InvalidArgument, NoGPU, UnknownName
 from flashgen.settings import Settings
@@ -102,11 +102,16 @@ def test_the_drivers_version_is_nvidias_and_else_the_cuda_version(
     Path(tmp_path, "nvml.c").write_text(NVML)
     library = str(tmp_path / "libnvidia-ml.so")
     subprocess.run([compiler() or "cc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
-    monkeypatch.setattr(driver, "MANAGEMENT_LIBRARY", library)
-    assert driver.driver_version() == "580.159.04"
-    monkeypatch.setattr(driver, "MANAGEMENT_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
+    module = tmp_path / "version"
+    monkeypatch.setattr(versions, "KERNEL_MODULE", module)
+    monkeypatch.setattr(versions, "MANAGEMENT_LIBRARY", library)
+    assert versions.driver_version() == "580.159.04"
+    module.write_text("570.86.15\n")
+    assert versions.driver_version() == "570.86.15"
+    module.unlink()
+    monkeypatch.setattr(versions, "MANAGEMENT_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
     monkeypatch.setattr(driver, "driver", lambda: cuda.driver)
-    assert driver.driver_version() == f"CUDA {cuda.driver.version()}"
+    assert versions.driver_version() == f"CUDA {cuda.driver.version()}"
 
 
 def test_without_a_gpu_the_message_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, build, compiler, tensor_map
 
+from flashgen.build import launch
 from flashgen.build.artifact import Artifact
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.driver import Driver
@@ -23,6 +24,7 @@ from flashgen.codegen.source import Toolchain, render
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.config import Config
 from flashgen.spec.target import find_target
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler to build the stand-in with")
@@ -49,11 +51,27 @@ def make_artifact(
     config = find_family("attention_fwd").config(
         block_m=128, block_n=64, num_warps=8, num_stages=3, loads=loads, order="heads"
     )
+    return around(spec, config, facts or CallFacts("aligned", tma=loads == "tma"), 8, shared_bytes)
+
+
+def around(
+    spec: AttentionSpec, config: Config, facts: CallFacts, num_warps: int, shared_bytes: int = 100_000
+) -> Artifact:
     source = render(spec, config, Toolchain("3.6.0"))
-    abi = source.abi(facts or CallFacts("aligned", tma=loads == "tma"))
+    abi = source.abi(facts)
     boxes = [arg.box for arg in abi.args if arg.is_descriptor]
-    layouts = tuple(DescriptorFacts(3, 2, 9, (1, 1, box[2], min(box[3], 64))) for box in boxes)
-    return Artifact(source.name, b"\x7fELF", abi, shared_bytes, 168, 0, layouts, "3.6.0", 90)
+    return Artifact(
+        name=source.name,
+        cubin=b"\x7fELF",
+        abi=abi,
+        num_warps=num_warps,
+        shared_bytes=shared_bytes,
+        registers=168,
+        spill_bytes=0,
+        descriptors=tuple(DescriptorFacts(3, 2, 9, (1, *box[1:3], min(box[3], 64))) for box in boxes),
+        triton="3.6.0",
+        arch=90,
+    )
 
 
 def make_env(spec: AttentionSpec, **changes: float) -> tuple[float, ...]:
@@ -197,6 +215,94 @@ def test_an_axis_of_extent_1_may_have_any_stride(cuda: FakeCuda) -> None:
     env = make_env(CAUSAL, batch=1, kv_heads=1, heads_per_kv=8, k_stride_batch=7, k_stride_head=0)
     Kernel(artifact, on=cuda.driver).launch(env, 0)
     assert maps_of(artifact, cuda)["K"]["strides"] == (256, 16, 16)
+
+
+PERSISTENT, PLAIN = (f"c2x1n128s2g4p4_late_lazy_tree_lane_{schedule}" for schedule in ("dynamic", "plain"))
+
+
+def sm90(config: str) -> Artifact:
+    """Two warpgroups that multiply, each of 16 positions of 4 heads, and one that copies."""
+    found = find_family("attention_fwd_sm90").find(config)
+    return around(CAUSAL, found, CallFacts(), num_warps=12)
+
+
+class Workspaces:
+    """Stands in for those of torch: an address for each stream, and what was asked for."""
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index, self.asked = device_index, list[int]()
+
+    def address(self, stream: int) -> int:
+        self.asked.append(stream)
+        return 0x7E00_0000_0000 + 64 * stream
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> dict[int, Workspaces]:
+    made: dict[int, Workspaces] = {}
+    monkeypatch.setattr(launch, "_workspaces", lambda index: made.setdefault(index, Workspaces(index)))
+    return made
+
+
+def argument(artifact: Artifact, cuda: FakeCuda, source: str) -> bytes:
+    """The bytes of a plain argument of the last launch; a descriptor takes nine parameters."""
+    at = 0
+    for arg in artifact.abi.args:
+        if arg.source == source and not arg.is_descriptor:
+            return cuda.params()[at]
+        at += 9 if arg.is_descriptor else arg.constant is None
+    raise AssertionError(f"no argument takes {source}")
+
+
+def test_a_persistent_kernel_gets_the_workspace_of_its_stream(
+    cuda: FakeCuda, workspaces: dict[int, Workspaces]
+) -> None:
+    artifact = sm90(PERSISTENT)
+    cuda.expect_kernel(artifact)
+    kernel = Kernel(artifact, 1, on=cuda.driver)
+    for stream in (5, 6, 5):
+        kernel.launch(make_env(CAUSAL), stream)
+        assert struct.unpack("=Q", argument(artifact, cuda, "workspace")) == (0x7E00_0000_0000 + 64 * stream,)
+        assert argument(artifact, cuda, "lse") == struct.pack("=Q", LSE)
+        assert struct.unpack("=f", argument(artifact, cuda, "scale")) == (0.125,)
+    assert {index: each.asked for index, each in workspaces.items()} == {1: [5, 6, 5]}
+    kernel.launch(make_env(CAUSAL, q_len=0), 7)
+    assert workspaces[1].asked == [5, 6, 5], "nothing is launched and nothing allocated"
+
+
+def test_a_value_beyond_its_type_is_named_of_a_persistent_kernel_too(
+    cuda: FakeCuda, workspaces: dict[int, Workspaces]
+) -> None:
+    artifact = sm90(PERSISTENT)
+    cuda.expect_kernel(artifact)
+    with pytest.raises(InvalidArgument, match=r"scale=1e\+300 does not fit"):
+        Kernel(artifact, on=cuda.driver).launch(make_env(CAUSAL, scale=1e300), 0)
+
+
+def test_no_other_kernel_has_a_workspace(cuda: FakeCuda, workspaces: dict[int, Workspaces]) -> None:
+    for artifact in (sm90(PLAIN), make_artifact(CAUSAL, "tma"), make_artifact(CAUSAL, "pointer")):
+        cuda.expect_kernel(artifact)
+        Kernel(artifact, on=cuda.driver).launch(make_env(CAUSAL), STREAM)
+        assert "workspace" not in {arg.source for arg in artifact.abi.args}
+    assert workspaces == {}
+
+
+def test_a_warp_specialised_kernel_runs_with_all_its_warps_and_tiles_of_packed_heads(
+    cuda: FakeCuda, workspaces: dict[int, Workspaces]
+) -> None:
+    grids = []
+    for config in (PLAIN, PERSISTENT):
+        artifact = sm90(config)
+        cuda.expect_kernel(artifact)
+        assert artifact.abi.num_warps == 4
+        Kernel(artifact, on=cuda.driver).launch(make_env(CAUSAL, q_len=1000), 0)
+        assert cuda.config()["block"] == (32 * 12, 1, 1)
+        grids.append(cuda.config()["grid"])
+    assert grids == [(32 * 2 * 2, 1, 1), (128, 1, 1)], "fewer tiles than multiprocessors"
+    Kernel(artifact, on=cuda.driver).launch(make_env(CAUSAL, q_len=1057), 0)
+    assert cuda.config()["grid"] == (132, 1, 1), "34 x 2 x 2 tiles, and a program a multiprocessor"
+    boxes = {name: found["box"] for name, found in maps_of(artifact, cuda).items()}
+    assert boxes["Q"] == boxes["OUT"] == (64, 16, 4, 1) and boxes["K"] == boxes["V"] == (64, 128, 1, 1)
 
 
 def test_descriptors_are_encoded_only_when_extents_or_strides_are_new(cuda: FakeCuda) -> None:

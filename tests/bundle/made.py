@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flashgen.build.compile import compile_kernel, toolchain, triton_version
+from flashgen.build.compile import compile_kernel, toolchain
+from flashgen.build.versions import triton_version
 from flashgen.bundle.manifest import BundledKernel
 from flashgen.bundle.write import wanted
 from flashgen.codegen.families import find_family

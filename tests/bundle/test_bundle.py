@@ -19,11 +19,15 @@ from fake_cuda import FakeCuda, build, compiler
 from made import H200, SPEC, VERSIONS, config, kernels, record, records, with_lse
 
 from flashgen.build import device, launch
+from flashgen.build.artifact import Artifact
+from flashgen.build.compile import toolchain
 from flashgen.bundle.load import Bundle, load_bundle, verify_bundle
 from flashgen.bundle.manifest import FORMAT, BundledKernel, _digest
 from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
 from flashgen.cli.verify import verify
-from flashgen.codegen.abi import environment_names
+from flashgen.codegen.abi import WORKSPACE, DescriptorFacts, Grid, environment_names
+from flashgen.codegen.families import find_family
+from flashgen.codegen.source import render
 from flashgen.errors import BundleError, InvalidArgument, LaunchFailed, Unsupported
 from flashgen.runtime.explain import explained
 from flashgen.runtime.policy import Policy, Request, Source
@@ -76,6 +80,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Round trip
+
+
+def test_a_persistent_kernel_comes_back_equal(compiled: tuple[BundledKernel, ...], tmp_path: Path) -> None:
+    """Its grid, its workspace, its warps and the descriptor of its output, as a compiler would tell them."""
+    family = find_family("attention_fwd_sm90")
+    conf = family.find("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic")
+    source = render(SPEC, conf, toolchain())
+    made = source.abi(ALIGNED)
+    layouts = tuple(DescriptorFacts(3, 2, 9, (1, *arg.box[1:])) for arg in made.args if arg.is_descriptor)
+    built = Artifact(source.name, b"\x7fELF", made, 12, 130_000, 168, 0, layouts, VERSIONS.triton, 90)
+    kernel = BundledKernel(SPEC, conf, source.text, built)
+    template = record("tma", 512, 5.0)
+    fast = replace(template, config=conf, kernel_hash=source.hash, admission=family.admission(conf))
+    loaded = load_bundle(write_bundle((fast,), [*compiled, kernel], tmp_path / "b", H200, VERSIONS))
+    (entry,) = loaded.manifest.kernels_of(fast)
+    back = loaded._artifacts[entry.cubin]
+    assert replace(back, ptx="") == built and back.num_warps == 12
+    assert back.abi.grid == Grid("persistent", 32, 4)
+    assert [arg.type for arg in back.abi.args if arg.source == WORKSPACE] == ["*i32"]
+    assert loaded.manifest.records == (fast,) and fast.admission == "tma_pack4"
 
 
 def test_a_bundle_is_readable_and_complete(whole: Path, compiled: tuple[BundledKernel, ...]) -> None:
@@ -491,7 +515,7 @@ def stride(of: dict[str, Any]) -> dict[str, Any]:
         (abi(lambda a: a.update(num_warps=-1)), "kernels[0].artifact.abi.num_warps must not be -1"),
         (
             abi(lambda a: a.update(num_warps=8)),
-            "artifact.abi: num_warps=8 contradicts the config m64n32w4s2_tma",
+            "artifact.abi.num_warps=8 contradicts the config m64n32w4s2_tma",
         ),
         (
             abi(lambda a: a["grid"].update(block_m=0)),
@@ -499,9 +523,17 @@ def stride(of: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             abi(lambda a: a["grid"].update(block_m=16)),
-            "artifact.abi: block_m=16 contradicts the config m64n32",
+            "artifact.abi.grid.block_m=16 contradicts the config m64n32",
         ),
-        (abi(lambda a: a["grid"].update(rule="x")), "unknown grid.rule 'x'; known: row_tiles"),
+        (
+            abi(lambda a: a["grid"].update(rule="persistent")),
+            "artifact.abi.grid.rule=persistent contradicts the config m64n32",
+        ),
+        (abi(lambda a: a["grid"].update(pack=4)), "artifact.abi.grid.pack=4 contradicts the config m64n32"),
+        (abi(lambda a: a["grid"].update(pack=0)), "kernels[0]: grid.pack=0 must be a whole number from 1"),
+        (artifact(lambda a: a.update(num_warps=12)), "artifact.num_warps=12 contradicts the config m64n32"),
+        (artifact(lambda a: a.update(num_warps=0)), "kernels[0].artifact.num_warps must not be 0"),
+        (abi(lambda a: a["grid"].update(rule="x")), "unknown grid.rule 'x'; known: persistent, row_tiles"),
         (abi(lambda a: a["facts"].update(wide=None)), "artifact.abi.facts.wide must not be None"),
         (abi(lambda a: a["facts"].update(wide=True)), "type='i32' cannot take"),
         (

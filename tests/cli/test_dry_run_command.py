@@ -11,17 +11,20 @@ import landscape
 import pytest
 from click.testing import CliRunner, Result
 
-from flashgen.build.compile import triton_version
 from flashgen.build.device import device_count
+from flashgen.build.versions import triton_version
 from flashgen.cli.main import main
 from flashgen.cli.output import FAILED, USAGE
+from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import Toolchain, render
-from flashgen.measure.compile_pool import CompilePool
+from flashgen.measure.compile_pool import CompilePool, default_jobs
+from flashgen.spec.attention import CallFacts
 from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.store.db import TuningDB
 
 SHAPE = ["--head-dim", "128", "--kv-heads", "8", "--seq", "4096", "--mask", "causal"]
 SPACE = landscape.space()
+SM90 = FAMILIES["attention_fwd_sm90"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,21 +68,23 @@ def as_json(*words: str) -> Any:
 
 def test_without_a_database_none_is_made(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "tuning.db"
-    words = ["--target", "nvidia-h200", *SHAPE, "--trials", "30", "--jobs", "3", "--db", str(path)]
+    words = ["--target", "nvidia-h200", *SHAPE, "--trials", "30", "--jobs", "1", "--db", str(path)]
     done = run(*words)
     assert done.exit_code == 0, done.output
     assert list(tmp_path.iterdir()) == []
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0].startswith("nvidia-h200 (")
     name = "d128 causal bf16 b4h32kv8q4096k4096"
-    assert f"{name} attention_fwd 384 368 (96%) 0 30 15s m128n64w4s2_tma_heads" in lines
-    assert (
-        "16 configs refused: needs at least 272 to 288 KB of shared memory a block, nvidia-h200 has 227 KB"
-        in lines
-    )
+    assert f"{name} attention_fwd 384 368 (96%) 0 30 45s m128n64w4s2_tma_heads" in lines
+    asked = (landscape.workload().spec, landscape.TARGET, CallFacts(), landscape.workload().heads_per_kv)
+    configs, feasible = len(SM90.all_configs()), len(SM90.feasible(*asked))
+    fitting = f"{configs} {feasible} ({feasible / configs:.0%})"
+    assert f"{name} attention_fwd_sm90 {fitting} 0 30 45s {SM90.default(*asked).name}" in lines
+    reason = "needs at least 272 to 288 KB of shared memory a block, nvidia-h200 has 227 KB"
+    assert f"16 configs of attention_fwd refused: {reason}" in lines
     assert lines[-3:] == [
-        "at most 30 trials in about 15s",
-        "0.5 s a trial: no earlier run to go by: 1.5 s a compile in 3 at a time",
+        "at most 60 trials in about 1m30s",
+        "1.5 s a trial: no earlier run to go by: 1.5 s a compile in 1 at a time",
         "nothing was compiled, measured or written",
     ]
 
@@ -91,17 +96,25 @@ def test_what_is_known_is_not_planned_and_its_winners_come_first(tmp_path: Path)
     same, longer = ("--seq", "4096"), ("--seq", "8192")
     shape = [word for word in SHAPE if word not in same]
     data = as_json(*words, *shape, *same, *longer)
-    here, there = data["studies"]
+    studies = [study for study in data["studies"] if study["family"] == "attention_fwd"]
+    here, there = studies
+    newer = [study for study in data["studies"] if study not in studies]
+    assert [(study["family"], study["known"], study["trials"]) for study in newer] == [(SM90.name, 0, 30)] * 2
     assert (here["known"], here["trials"], here["feasible"]) == (20, 10, 368)
     assert (there["known"], there["trials"]) == (0, 30)
     assert here["first"] == ["m128n64w4s2_tma_heads"], "its own winners are known"
     assert there["first"][0] == "m128n64w4s2_tma_heads" and SPACE[0].name in there["first"][1:]
-    assert (data["seconds_a_trial"], data["seconds"], data["trials"]) == (1.0, 40.0, 40)
+    assert (data["seconds_a_trial"], data["seconds"], data["trials"]) == (1.0, 100.0, 100)
     assert data["rests_on"].startswith("the mean of 19 trials")
     page = run(*words, *shape, *same, *longer).stdout
     told = f"winners of other runs, tried first: {', '.join(there['first'][1:])} (d128 causal bf16 b2h32"
     assert told in page and " and 3 winners" in page
     assert path.read_bytes() == before
+
+
+def test_processes_without_a_core_or_without_work_make_it_no_faster() -> None:
+    words = ["--target", "nvidia-a100", *SHAPE, "--jobs"]
+    assert as_json(*words, str(10**9))["rests_on"].endswith(f" a compile in {default_jobs()} at a time")
 
 
 def test_a_budget_is_named() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import flashgen
-from flashgen.cli.output import Table, count
+from flashgen.cli.output import INTERRUPTED, Table, count
 
+ROOT = Path(__file__).resolve().parents[2]
 WINNER = "m128n64w4s2_tma_heads"
 
 
@@ -67,3 +71,43 @@ def test_one_is_singular() -> None:
 def test_the_package_shows_its_own_names_only() -> None:
     public = [name for name in dir(flashgen) if not name.startswith("__")]
     assert public == sorted(flashgen.__all__) and "__version__" in dir(flashgen)
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+    whole = True
+except KeyboardInterrupt:  # as in a callback, which raises nothing
+    whole = False
+"""
+IMPORTS = """
+import time, click
+from flashgen.cli.output import Commands
+
+@click.group(cls=Commands)
+def main():
+    pass
+
+@main.group(cls=Commands)
+def inner():
+    pass
+
+@inner.command()
+def work():
+    import swallows
+    print("whole" if swallows.whole else "half made", flush=True)
+    time.sleep(20)
+    print("went on")
+
+main(["inner", "work"])
+"""
+
+
+def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path) -> None:
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n{IMPORTS}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "whole\n", "interrupted\n")

@@ -13,9 +13,10 @@ from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupporte
 from flashgen.spec import masks
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
 from flashgen.spec.config import Config
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
-FAMILY = FAMILIES["attention_fwd"]
+FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
 H200 = TARGETS["nvidia-h200"]
 SPEC = AttentionSpec(128, 128, "bf16", masks.causal().rule)
 COMPILED = Path(__file__).parent.parent / "data" / "compiled_configs.jsonl"
@@ -109,11 +110,88 @@ def test_a_reason_leaves_the_configs_name_to_whoever_tells_it() -> None:
 
 
 def test_serving_gives_reasons() -> None:
-    assert serving(SPEC, H200) == (FAMILY,)
+    assert serving(SPEC, H200) == (SM90, FAMILY)
+    assert serving(SPEC, TARGETS["nvidia-a100"]) == serving(SPEC, TARGETS["nvidia-b200"]) == (FAMILY,)
+    assert serving(AttentionSpec(128, 128, "fp32"), H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):
         serving(SPEC, replace(H200, arch=75))
-    with pytest.raises(UnknownName, match="known: attention_fwd"):
+    with pytest.raises(UnknownName, match="known: attention_fwd, attention_fwd_sm90"):
         find_family("attention")
+
+
+def test_serving_asks_for_a_default_where_the_kind_of_call_is_given() -> None:
+    strided = CallFacts("strided", tma=False)
+    assert serving(SPEC, H200, CallFacts()) == (SM90, FAMILY)
+    assert serving(SPEC, H200, strided) == (FAMILY,)
+    tiny = replace(H200, shared_per_block=4 * 1024)
+    reasons = r"(?s)sm90 fits.*needs at least 192 KB.*attention_fwd fits.*needs at least 96 KB"
+    with pytest.raises(Unsupported, match=reasons):
+        serving(SPEC, tiny, strided)
+
+
+# The Hopper family
+
+
+@pytest.mark.parametrize("name", ["nvidia-h100", "nvidia-h200"])
+def test_a_hopper_default_fits_every_spec_and_group(name: str) -> None:
+    target, facts = TARGETS[name], CallFacts()
+    for first in range(16, 257, 16):
+        for second in (16, 64, 96, 128, 256, first):
+            for lse in (False, True):
+                spec = AttentionSpec(first, second, "bf16", return_lse=lse)
+                config = SM90.default(spec, target, facts, 3)
+                assert not SM90.refuses(config, spec, target, facts, 3)
+                assert SM90.shared_bytes(config, spec, target).most <= target.shared_per_block
+
+
+def test_hopper_configs_are_refused_with_what_they_hold() -> None:
+    def fits(config: str, spec: AttentionSpec = SPEC) -> str:
+        return SM90.fits(SM90.find(config), spec, H200)
+
+    rest = "late_lazy_tree_lane_dynamic"
+    assert fits(f"c3x1n64s2g4p1_{rest}") == fits(f"c2x1n128s2g4p1_{rest}") == ""
+    held = "holds 192 registers of tiles in each of a consumer's threads, which has 160"
+    assert fits(f"c3x1n128s2g4p1_{rest}") == held
+    assert "needs at least 288 KB of shared memory" in fits(f"c2x1n128s4g4p1_{rest}")
+    by_head = replace(SPEC, mask=Rule.parse("mask", "q_pos - k_idx <= sizes[head] where sizes: i32"))
+    assert fits(f"c2x1n64s2g4p1_{rest}", by_head) == ""
+    assert "packs several heads into a tile" in fits(f"c2x1n64s2g4p4_{rest}", by_head)
+
+
+def test_a_tile_packs_heads_of_one_key_head() -> None:
+    one, four, eight = (SM90.find(f"c2x1n64s2g4p{n}_late_lazy_tree_lane_plain") for n in (1, 4, 8))
+    assert [SM90.admission(each) for each in (one, four, eight)] == ["tma", "tma_pack4", "tma_pack8"]
+    assert [SM90.tiling(each).block_m for each in (one, four, eight)] == [128, 32, 16]
+    assert {SM90.tiling(each).rows for each in (one, four, eight)} == {128}
+    assert SM90.admits(one, CallFacts(), 5) == SM90.admits(four, CallFacts(), 8) == ""
+    told = "packs 4 heads of a key head into a tile, of which there are 6"
+    assert SM90.admits(four, CallFacts(), 6) == told == SM90.refuses(four, SPEC, H200, CallFacts(), 6)
+    assert "descriptor" in SM90.admits(one, CallFacts("unit", tma=False), 4)
+
+
+@pytest.mark.parametrize(
+    ("heads_per_kv", "packs"), [(1, {1}), (3, {1}), (4, {1, 4}), (8, {1, 8}), (12, {1, 4}), (48, {1, 16})]
+)
+def test_a_search_packs_no_heads_or_as_many_as_it_can(heads_per_kv: int, packs: set[int]) -> None:
+    found = SM90.feasible(SPEC, H200, CallFacts(), heads_per_kv)
+    assert {SM90.tiling(config).pack for config in found} == packs
+    assert set(found) <= set(SM90.space(SPEC, H200)) and len(found) == len(set(found))
+    assert FAMILY.feasible(SPEC, H200, CallFacts(), heads_per_kv) == FAMILY.space(SPEC, H200)
+
+
+def test_the_output_leaves_through_the_queries_memory_where_its_own_has_no_room() -> None:
+    """Bytes of Q, the ring of K and V, and the output if it has its own."""
+
+    def least(config: str, spec: AttentionSpec = SPEC) -> int:
+        return SM90.shared_bytes(SM90.find(config), spec, H200).least
+
+    q, ring = 128 * 128 * 2, 2 * 128 * 256 * 2
+    assert least("c2x1n128s2g4p1_late_lazy_tree_lane_plain") == q + ring
+    assert least("c2x1n128s2g4p1_late_lazy_tree_lane_dynamic") == q + ring + q
+    assert least("c2x1n128s3g4p1_late_lazy_tree_lane_dynamic") == q + 3 * 128 * 256 * 2
+    narrow = AttentionSpec(128, 64, "bf16", masks.causal().rule)
+    tile, narrow_ring = 128 * 128 * 2, 2 * 128 * 192 * 2
+    assert least("c2x1n128s2g4p1_late_lazy_tree_lane_plain", narrow) == tile + narrow_ring + 128 * 64 * 2
 
 
 @pytest.mark.parametrize(

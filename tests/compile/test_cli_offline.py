@@ -47,8 +47,8 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result["interrupted"] is False and result["problem"] == ""
     assert len(result["workloads"]) == 2
     for workload in result["workloads"]:
-        assert workload["trials"] == 2 and workload["resumed"] == 0
-        assert sum(workload["outcomes"].values()) == 2
+        assert workload["trials"] == 2 * len(FAMILIES) and workload["resumed"] == 0
+        assert sum(workload["outcomes"].values()) == 2 * len(FAMILIES)
         assert workload["winner"]["measurement"]["source"] == "model"
         assert workload["median_us"] > 0 and workload["gain"] >= 1
     return path
@@ -56,13 +56,15 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tuning_again_goes_on_from_there(db: Path) -> None:
     result = run_json("tune", *H200, "--suite", "ci", "--trials", "2", "--db", db)
-    assert [(w["trials"], w["resumed"]) for w in result["workloads"]] == [(0, 2), (0, 2)]
+    assert [(w["trials"], w["resumed"]) for w in result["workloads"]] == [(0, 2 * len(FAMILIES))] * 2
 
 
 def test_the_table_for_people(db: Path) -> None:
     done = run("tune", *H200, "--suite", "ci", "--trials", "2", "--db", db)
     assert "nvidia-h200 (cuda-sm90-132sm-" in done.stdout
-    assert re.search(r"d32 causal fp16 b2h4kv2q64k64 +m\d+n\d+w\ds\d_\w+ +\d\.\d\d +0\+2 of \d+", done.stdout)
+    winner = r"(m\d+n\d+w\ds\d_\w+|c\dn\d+s\dg\d+p\d_\w+)"
+    row = rf"d32 causal fp16 b2h4kv2q64k64 +{winner} +\d\.\d\d +0\+{2 * len(FAMILIES)} of \d+"
+    assert re.search(row, done.stdout)
     assert "TFLOP/s" not in done.stdout and " us" not in done.output, "no measurement"
     assert "score: " in done.stdout and "trials: " in done.stdout
     assert all(line == line.rstrip() for line in done.stdout.splitlines())
@@ -127,6 +129,26 @@ def test_show_takes_the_best_record_or_the_default(db: Path) -> None:
     assert shown["chosen"] == "default config"
 
 
+@pytest.mark.parametrize(
+    ("words", "family"),
+    [
+        ([*H200], "attention_fwd_sm90"),
+        ([*H200, "--access", "strided"], "attention_fwd"),
+        ([*H200, "--dtype", "fp32"], "attention_fwd"),
+        (["--arch", "80"], "attention_fwd"),
+        ([*H200, "--family", "attention_fwd"], "attention_fwd"),
+    ],
+    ids=" ".join,
+)
+def test_the_default_shown_is_that_of_the_first_family_that_serves(
+    words: list[str], family: str, tmp_path: Path
+) -> None:
+    asked = ["show", "--head-dim", "40", "--seq", "64", *words, "--db", tmp_path / "none.db"]
+    for config in ("best", "default"):
+        shown = run_json(*asked, "--config", config)
+        assert (shown["family"], shown["chosen"].startswith("default config")) == (family, True)
+
+
 def test_show_prints_the_source_that_is_compiled() -> None:
     spec = AttentionSpec(64, 64, "bf16", causal().rule)
     config = FAMILY.find("m64n64w4s2_pointer_heads")
@@ -164,6 +186,10 @@ def test_export_verify_and_a_damaged_file(db: Path, tmp_path: Path) -> None:
     assert made["ok"] and made["records"] >= 2 and made["kernels"] >= 4
     assert "nvidia-h200" in made["target"]
     assert run_json("verify", bundle) == made
+    kernels = json.loads((bundle / "manifest.json").read_text())["kernels"]
+    facts = [kernel["artifact"]["abi"]["facts"] for kernel in kernels]
+    strided = {kernel["family"] for kernel, each in zip(kernels, facts, strict=True) if not each["tma"]}
+    assert strided == {"attention_fwd"}, "whatever may be called is served, also without descriptors"
     told = run("export", *H200, "--suite", "ci", "--db", db, "--out", bundle).stderr.splitlines()
     assert [line.split()[1] for line in told] == [f"{n}/{len(told)}" for n in range(1, len(told) + 1)]
     assert len({line.split(maxsplit=2)[2] for line in told}) == len(told), "a kernel's line is its own"

@@ -46,7 +46,11 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
     lo = 0
     hi = tl.minimum(tl.minimum(last + k_len - q_len + 1, mask_key_lengths__here), k_len)
     full_lo = lo
-    full_hi = tl.maximum(tl.minimum(tl.minimum(first + k_len - q_len + 1, mask_key_lengths__here), k_len), 0) // BLOCK_N * BLOCK_N
+    full_hi = (
+        tl.maximum(tl.minimum(tl.minimum(first + k_len - q_len + 1, mask_key_lengths__here), k_len), 0)
+        // BLOCK_N
+        * BLOCK_N
+    )
     full_hi = tl.maximum(full_hi, full_lo)
 
     scale_log2 = scale * LOG2E

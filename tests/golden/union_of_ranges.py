@@ -49,12 +49,17 @@ def attention_fwd_d64_sliding_window_or_not_sliding_window_bf16_m64n64w4s2_tma_h
     full_hi_0 = tl.maximum(full_hi_0, full_lo_0)
     lo_1 = tl.minimum(tl.maximum(first + k_len - q_len - mask_left, 0), k_len) // BLOCK_N * BLOCK_N
     hi_1 = tl.minimum(last + k_len - q_len + mask_right + 1, k_len)
-    full_lo_1 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - mask_left, lo_1), k_len), BLOCK_N) * BLOCK_N
+    full_lo_1 = (
+        tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len - mask_left, lo_1), k_len), BLOCK_N) * BLOCK_N
+    )
     full_hi_1 = tl.maximum(tl.minimum(first + k_len - q_len + mask_right + 1, k_len), 0) // BLOCK_N * BLOCK_N
     full_hi_1 = tl.maximum(full_hi_1, full_lo_1)
     lo_2 = tl.minimum(tl.maximum(first + k_len - q_len + mask_right_1 + 1, 0), k_len) // BLOCK_N * BLOCK_N
     hi_2 = k_len
-    full_lo_2 = tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len + mask_right_1 + 1, lo_2), k_len), BLOCK_N) * BLOCK_N
+    full_lo_2 = (
+        tl.cdiv(tl.minimum(tl.maximum(last + k_len - q_len + mask_right_1 + 1, lo_2), k_len), BLOCK_N)
+        * BLOCK_N
+    )
     full_hi_2 = k_len // BLOCK_N * BLOCK_N
     full_hi_2 = tl.maximum(full_hi_2, full_lo_2)
     swap = lo_1 < lo_0

@@ -1,10 +1,11 @@
 """Small calls of every kind, compared with the reference: what the memory checkers watch.
 
-usage: sample_calls.py            (a process of its own, under compute-sanitizer or a plain allocator)
+usage: sample_calls.py [FAMILY]     (a process of its own, under compute-sanitizer or a plain allocator)
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import flashgen
 from flashgen import masks, score_mods
 from flashgen.build.reference import attention_reference
+from flashgen.codegen.families import FAMILIES
 
 CALLS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (64, 100, 133, {"mask": masks.causal()}),
@@ -26,6 +28,8 @@ def draw(*size: int) -> torch.Tensor:
 
 
 def main() -> None:
+    for family in set(FAMILIES) - set(sys.argv[1:] or FAMILIES):
+        del FAMILIES[family]
     torch.manual_seed(0)
     for head_dim, q_len, k_len, options in CALLS:
         for aligned in (True, False):

@@ -7,67 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checked import CAUSAL, DEVICE, Call, check, workload
 
-from flashgen.build.arguments import FACTS, facts_code, flatten
-from flashgen.build.compile import compile_kernel, toolchain
-from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
-from flashgen.build.launch import Kernel
-from flashgen.codegen.families import FAMILIES
-from flashgen.codegen.source import render
-from flashgen.measure.check import Rig
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.masks import MASKS, Mask
-from flashgen.spec.rule import values_and_tensors
-from flashgen.spec.score_mods import ScoreMod
-
-FAMILY = FAMILIES["attention_fwd"]
-CAUSAL = masks.causal()
-DEVICE = "cuda"
-
-
-def workload(
-    head_dim: int = 64,
-    head_dim_v: int | None = None,
-    dtype: str = "bf16",
-    mask: Mask = CAUSAL,
-    score_mod: ScoreMod | None = None,
-    sizes: tuple[int, int, int, int, int] = (2, 8, 2, 1000, 1000),
-) -> Workload:
-    rules = [rule for rule in (mask, score_mod) if rule is not None]
-    params = tuple(p for r in rules for p in zip((n for n, _ in r.rule.params), r.values, strict=True))
-    score = None if score_mod is None else score_mod.rule
-    spec = AttentionSpec(head_dim, head_dim_v or head_dim, dtype, mask.rule, score, return_lse=True)
-    return Workload(spec, *sizes, params)
-
-
-class Call:
-    """A kernel bound to a call's tensors."""
-
-    def __init__(self, inputs: Inputs, spec: AttentionSpec, out: torch.Tensor, lse: torch.Tensor | None,
-                 config: str = "") -> None:  # fmt: skip
-        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
-        self.env = flatten(
-            inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, inputs.layout
-        )
-        self.facts = FACTS[facts_code(self.env, spec.itemsize, tensors)]
-        target = current_target()
-        chosen = FAMILY.find(config) if config else FAMILY.default(spec, target, self.facts)
-        assert not FAMILY.admits(chosen, self.facts), FAMILY.admits(chosen, self.facts)
-        self.kernel = Kernel(compile_kernel(render(spec, chosen, toolchain()), self.facts, target))
-
-    def __call__(self) -> None:
-        self.kernel.launch(self.env, torch.cuda.current_stream().cuda_stream)
-
-
-def check(work: Workload, config: str = "", layout: str = "bhsd", **tensors: torch.Tensor) -> None:
-    inputs = replace(make_inputs(work, DEVICE, layout), **tensors)  # type: ignore[arg-type]
-    bench = Rig(inputs, work.spec)
-    verdict, same = bench.examine(lambda out, lse: Call(inputs, work.spec, out, lse, config)())
-    assert verdict.ok, verdict.reason
-    assert same, "two runs differ"
-
 
 TABLE = [mask for entry in MASKS.values() for mask in entry.examples()]
 COMBINED = [

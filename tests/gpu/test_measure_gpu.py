@@ -166,7 +166,9 @@ def test_a_kernel_compared_with_itself_ties() -> None:
         torch.matmul(a, a, out=out)
 
     timings = compare({"one": launch, "other": launch}, clock, passes=7)
-    assert timings["one"].median_us == pytest.approx(timings["other"].median_us, rel=0.03)
+    one, other = timings["one"], timings["other"]
+    spread = max(each.max_us - each.min_us for each in (one, other))
+    assert abs(one.median_us - other.median_us) <= spread
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

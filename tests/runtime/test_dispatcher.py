@@ -17,6 +17,7 @@ import flashgen
 from flashgen.build.arguments import FACTS, flatten
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
+from flashgen.codegen.families import serving
 from flashgen.errors import (
     CompileFailed,
     DoesNotFit,
@@ -378,8 +379,12 @@ def test_c15_what_cannot_fit_is_passed_over_and_every_candidate_is_named() -> No
         steps[0].choice == big.name
         and "KB of shared memory a block, nvidia-l40s has 99 KB" in steps[0].reason
     )
-    assert steps[1].source == "family default" and steps[1].verdict == "accepted"
-    assert parts.loads.launched == [steps[1].choice]
+    assert [(step.source, step.choice, step.verdict) for step in steps[1:3]] == [
+        ("family default", "attention_fwd_sm90", "rejected"),
+        ("family default", steps[2].choice, "accepted"),
+    ]
+    assert "serves fp16, bf16, not fp32" in steps[1].reason
+    assert parts.loads.launched == [steps[2].choice]
 
 
 def masked(head_dim: int, dtype: str) -> AttentionSpec:
@@ -482,10 +487,13 @@ def test_a_bundle_comes_first_and_its_fallback_last_before_torch() -> None:
     assert own.launched == [bundled.name] and not parts.loads.launched
     parts.call(*tensors(q_len=64), "full")  # nothing of this spec, but a compiler
     assert parts.loads.launched and len(own.launched) == 1
-    parts.loads.failing = {
-        name: ImportError("no triton") for name in [*parts.loads.asked, parts.loads.asked[-1]]
-    }
+    spec = replace(workload().spec, mask=masks.causal("top_left").rule)
+    families = serving(spec, H200, CallFacts(), 4)
+    defaults = [family.default(spec, H200, CallFacts(), 4).name for family in families]
+    parts.loads.failing = {name: ImportError("no triton") for name in defaults}
+    asked = len(parts.loads.asked)
     parts.call(*tensors(q_len=64), masks.causal("top_left"))  # nothing of this spec, and no compiler
+    assert parts.loads.asked[asked:] == defaults and len(defaults) == 2
     assert own.launched == [bundled.name, config(block_n=128).name]
 
 

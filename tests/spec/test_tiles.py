@@ -283,6 +283,7 @@ def test_only_two_axes():
 
 MANY = 2**22
 
+SMS = 132  # multiprocessors; a grid of row tiles does not ask
 SCHEDULES = {
     # mask, its parameters, (q_len, k_len): (full_hi, hi) of the keys of the first and of the last query tile
     "causal, square": ("causal", (MANY, MANY), (0, 128), (MANY - 128, MANY)),
@@ -297,10 +298,10 @@ def test_c10_millions_of_queries_and_keys_have_a_schedule_within_31_bits(name):
     mask, (q_len, k_len), first_tile, last_tile = SCHEDULES[name]
     block_m, block_n = 128, 64
     grid = Grid("row_tiles", block_m)
-    assert grid.blocks(1, 1, MANY) == 32_768 and grid.blocks(4, 128, MANY) == 2**24
-    assert grid.blocks(2**16, 2, 1) == 2**17 and grid.blocks(1, 1, MANY + 1) == 32_769
+    assert grid.blocks(1, 1, MANY, SMS) == 32_768 and grid.blocks(4, 128, MANY, SMS) == 2**24
+    assert grid.blocks(2**16, 2, 1, SMS) == 2**17 and grid.blocks(1, 1, MANY + 1, SMS) == 32_769
     found = ranges(parse_mask(mask).rule, "k")
-    tile_count = grid.blocks(1, 1, q_len)
+    tile_count = grid.blocks(1, 1, q_len, SMS)
     for tile, (full_hi, hi) in ((0, first_tile), (tile_count - 1, last_tile)):
         env = {"first": tile * block_m, "last": tile * block_m + block_m - 1, "q_len": q_len, "k_len": k_len}
         ((lo, full_lo, found_full_hi, found_hi),) = resolve(found, env, block_n, k_len)

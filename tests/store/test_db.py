@@ -305,11 +305,14 @@ def test_c27_staleness_is_by_content_not_by_time_or_place(tmp_path: Path) -> Non
         assert [(r.median_us, database.stale(r)) for r in found] == [(60.0, False), (50.0, True)]
 
 
-def test_c27_a_copied_installation_renders_the_same_hash(tmp_path: Path) -> None:
+def test_c27_a_copied_installation_renders_the_same_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     from flashgen.store.today import current_hash
 
+    monkeypatch.setenv("FLASHGEN_CACHE", str(tmp_path / "cache"))  # of the copy: it must render itself
     for name in ("flashgen", "templates", "tuning_db"):
         shutil.copytree(ROOT / name, tmp_path / name)
     code = (
@@ -348,6 +351,7 @@ ODD_ROWS: dict[str, tuple[str, str, object, str]] = {
     "a time that is a text": ("measurements", "median_us", "soon", "median_us='soon' must be float"),
     "no time": ("measurements", "median_us", None, "an OK measurement needs a time of at least 0.1 us"),
     "a size that is a text": ("measurements", "heads", "many", "heads='many' must be int"),
+    "a text that is none": ("measurements", "triton", b"3.\x82", r"triton=b'3.\x82' must be str"),
     "no heads": ("measurements", "kv_heads", 0, "kv_heads=0 must be at least 1"),
     "a name a terminal obeys": ("measurements", "density", "\x1b[31m", "density must not be '\\x1b[31m'"),
     "a gpu of such a name": ("targets", "vendor", "\x1b[31m", "target.vendor must not be '\\x1b[31m'"),
@@ -366,7 +370,8 @@ def test_a_row_that_is_no_record_is_passed_over_and_listed(tmp_path: Path, odd: 
         database.add_many([bad, *good])
     with sqlite3.connect(tmp_path / "tuning.db") as connection:
         which = "key LIKE '%100sm%'" if table == "targets" else "rowid = 1"
-        connection.execute(f"UPDATE {table} SET {column} = ? WHERE {which}", (value,))
+        new = "CAST(? AS TEXT)" if isinstance(value, bytes) else "?"
+        connection.execute(f"UPDATE {table} SET {column} = {new} WHERE {which}", (value,))
     connection.close()
     with TuningDB(tmp_path / "tuning.db", readonly=True) as database:
         with pytest.warns(StoreWarning) as caught:
@@ -608,6 +613,53 @@ def test_damage_found_while_writing_does_not_lose_the_new_record(tmp_path: Path)
     with pytest.warns(StoreWarning, match="was damaged"):
         assert database.add(make.record(5.0))
     assert list(database.records()) == [make.record(5.0)]
+
+
+def test_damage_of_an_index_is_damage_too(tmp_path: Path) -> None:
+    path, records = tmp_path / "tuning.db", make.many(40, 10)
+    index = "sqlite_schema WHERE name = 'kernels_by_spec'"
+    with TuningDB(path) as database:
+        database.add_many(records)
+    # Hidden while the rows go, the index afterwards leads to rows that are not there.
+    kept: list[tuple[object, ...]] = []
+    for change in (f"DELETE FROM {index}", "DELETE FROM kernels"):
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.executemany("INSERT INTO sqlite_schema VALUES (?, ?, ?, ?, ?)", kept)
+            kept += connection.execute(f"SELECT * FROM {index}")
+            connection.execute(change)
+        connection.close()
+    with TuningDB(path) as database, pytest.warns(StoreWarning, match="was damaged; it is kept as"):
+        assert list(database.records(make.H200, records[0].workload.spec.key)) == []
+        assert database.add(make.record())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_was_moved_while_it_was_open_is_not_written_to(tmp_path: Path, again: bool) -> None:
+    path, moved = tmp_path / "tuning.db", tmp_path / "moved.db"
+    with TuningDB(path) as database:
+        database.add(make.record(1.0))
+        for suffix in ("-wal", "-shm", ""):
+            path.with_name(path.name + suffix).rename(moved.with_name(moved.name + suffix))
+        if again:  # as where another process set it aside
+            TuningDB(path).close()
+        with pytest.warns(StoreWarning, match="was moved or removed while it was open; what is added from"):
+            assert database.add(make.record(2.0))
+        assert database.add(make.record(3.0))
+    with TuningDB(path, readonly=True) as there, TuningDB(moved, readonly=True) as here:
+        assert [record.median_us for record in there.records()] == [2.0, 3.0]
+        assert [record.median_us for record in here.records()] == [1.0]
+
+
+def test_a_file_that_was_removed_and_cannot_be_made_again_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    with TuningDB(path) as database:
+        database.add(make.record(1.0))
+        path.unlink()
+        path.mkdir()
+        told = r"was moved or removed while it was open, and nothing can be added at its path: .* is a folder"
+        with pytest.warns(StoreWarning), pytest.raises(StoreError, match=told):
+            database.add(make.record(2.0))
 
 
 def test_damage_in_a_database_opened_for_reading_changes_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import sample_records as make
 
 from flashgen.settings import data_folder
+from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.target import find_target
 from flashgen.store import jsonl
 from flashgen.store.notices import StoreWarning
@@ -70,6 +71,20 @@ def test_a_bad_line_is_passed_over_with_one_warning_that_names_it(tmp_path: Path
         f"{path}:1 is passed over: record.admission is missing",
         f"{path}:4 is passed over: a record of nvidia-a100 (cuda-sm80-108sm-163k-l2.40m-bw44)",
     ]
+
+
+def test_a_record_is_checked_when_its_spec_is_asked_for(tmp_path: Path) -> None:
+    other = make.workload(spec=AttentionSpec(64, 64, "bf16"))
+    export_tree([make.record(1.0), make.record(2.0, work=other)], tmp_path)
+    path = tmp_path / "nvidia-h200" / "fwd.jsonl"
+    path.write_text(path.read_text().replace('"median_us": 2.0', '"median_us": "fast"'))
+    shipped = ShippedRecords(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [record.median_us for record in shipped.ranked(make.workload(), make.H200)] == [1.0]
+    with pytest.warns(StoreWarning, match="is passed over: record.measurement.median_us must not be 'fast'"):
+        assert shipped.ranked(other, make.H200) == ()
+    assert [record.median_us for record in shipped.records()] == [1.0]
 
 
 def test_records_of_other_gpus_are_hints(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def record(
         else Measurement(Status.WRONG, reason="max error 0.3 is over 0.01, at batch 0, head 0, row 7"),
         kernel_hash=render(of.spec, config, TOOLCHAIN).hash,
         versions=VERSIONS,
-        admission=FAMILY.admission(config),
+        admission=FAMILIES[config.family].admission(config),
         density=density(of),
         created_at=created_at,
     )

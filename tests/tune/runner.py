@@ -50,7 +50,7 @@ def main(database: str, trials: str, seed: str, noise: str = "0", gpus: str = "1
             },
             compiler=NoCompiler(landscape.TOOLCHAIN),
             versions=landscape.VERSIONS,
-            plan=Plan(trials=int(trials), seed=int(seed)),
+            plan=Plan(trials=int(trials), seed=int(seed), families=(landscape.FAMILY.name,)),
             progress=tell,
         )
     print(json.dumps(result.to_json()), flush=True)

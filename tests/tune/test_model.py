@@ -67,6 +67,7 @@ def artifact(of: Workload, name: str, registers: int, spilled: int, shared: int)
         cubin=b"not run",
         abi=abi,
         shared_bytes=shared,
+        num_warps=abi.num_warps,
         registers=registers,
         spill_bytes=spilled,
         descriptors=(described,) * sum(arg.is_descriptor for arg in abi.args),

@@ -181,7 +181,9 @@ def test_what_cannot_be_replayed_is_refused(make: Any, said: list[str]) -> None:
     ("options", "said"),
     [
         ({"trials": 0}, "trials=0 must be at least 1"),
+        ({"trials": math.nan}, "trials=nan must be a whole number, at least 1"),
         ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"seeds": 1.5}, "seeds=1.5 must be a whole number"),
         ({"ahead": 0}, "ahead=0 must be at least 1"),
         ({"share": 0.0}, "share=0.0 must be more than 0 and at most 1"),
         ({"share": 1.5}, "share=1.5 must be more than 0 and at most 1"),

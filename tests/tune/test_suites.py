@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashgen.codegen.families import serving
@@ -291,12 +293,23 @@ def test_durations_are_readable() -> None:
 def test_a_plan_checks_itself() -> None:
     assert [Plan().trial_limit(space) for space in (368, 100, 5)] == [36, FEWEST_TRIALS, 5]
     assert Plan(trials=5, budget_s=60).trial_limit(368) == 5
+    assert Plan(trials=np.int64(5), budget_s=np.float32(60)).trial_limit(368) == 5  # type: ignore[arg-type]
     assert Plan(budget_s=60).trial_limit(368) == Plan(sampler="grid").trial_limit(368) == 368
     for changes, message in (
         ({"trials": 0}, "trials=0 must be at least 1"),
+        ({"trials": 2.5}, "trials=2.5 must be a whole number, at least 1"),
+        ({"trials": math.nan}, "trials=nan must be a whole number"),
+        ({"trials": "4"}, "trials='4' must be a whole number"),
+        ({"finalists": True}, "finalists=True must be a whole number, at least 0"),
         ({"budget_s": 0.0}, "budget_s=0.0 must be more than 0"),
+        ({"budget_s": math.nan}, "budget_s=nan must be more than 0"),
+        ({"budget_s": math.inf}, "budget_s=inf must be .* and at most 31536000, a year; None is no limit"),
+        ({"budget_s": "10m"}, "budget_s='10m' must be more than 0"),
+        ({"budget_s": parse_budget("9" * 300)}, r"budget_s=1e\+300 must be"),
+        ({"sampler": []}, r"unknown sampler \[\]; known: "),
         ({"sampler": "luck"}, "unknown sampler 'luck'"),
         ({"passes": 0}, "passes=0 must be at least 1"),
+        ({"seed": None}, "seed=None must be a whole number, from 0 to 4294967295"),
         ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
         ({"seed": 2**32}, "seed=4294967296 must be"),
     ):

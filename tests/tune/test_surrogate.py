@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from flashgen.spec.config import Config
-from flashgen.tune.surrogate import MODEL_ERROR, NOISE, OWN_ERROR, Surrogate, _coordinates
+from flashgen.tune.surrogate import NOISE, OWN_SHARE, Surrogate, _coordinates
 
 SPACE = landscape.space()
+ERROR = 0.30
+OWN_ERROR = OWN_SHARE * ERROR
 
 
 def config(name: str) -> Config:
@@ -31,7 +33,7 @@ def test_before_any_measurement_it_believes_the_model() -> None:
     expected = [100.0 + i for i in range(len(SPACE))]
     mean, deviation = Surrogate(SPACE, expected).belief()
     np.testing.assert_allclose(mean, np.log(expected))
-    np.testing.assert_allclose(deviation, math.hypot(MODEL_ERROR, OWN_ERROR))
+    np.testing.assert_allclose(deviation, math.hypot(ERROR, OWN_ERROR))
 
 
 def test_the_models_absolute_speed_does_not_matter() -> None:
@@ -49,7 +51,7 @@ def test_what_is_measured_is_known_and_what_is_like_it_nearly() -> None:
     mean, deviation = belief(surrogate, A)
     assert mean == pytest.approx(math.log(200), abs=0.02) and deviation < 1.1 * NOISE
     near, near_deviation = belief(surrogate, NEAR)
-    assert math.log(200) < near < math.log(300) and deviation < near_deviation < MODEL_ERROR
+    assert math.log(200) < near < math.log(300) and deviation < near_deviation < ERROR
     surrogate.tell(A, 100.0)  # measured again
     assert belief(surrogate, A)[0] == pytest.approx(math.log(100), abs=0.02)
 
@@ -63,7 +65,7 @@ def test_the_posterior_is_that_of_a_gaussian_process() -> None:
     at = [SPACE.index(each) for each in seen]
     x = _coordinates(SPACE)
     r = math.sqrt(3) * np.sqrt(((x[:, None] - x[None]) ** 2).sum(-1))
-    k = MODEL_ERROR**2 * (1 + r) * np.exp(-r) + OWN_ERROR**2 * np.eye(len(x))
+    k = ERROR**2 * (1 + r) * np.exp(-r) + OWN_ERROR**2 * np.eye(len(x))
     inverse = np.linalg.inv(k[np.ix_(at, at)] + NOISE**2 * np.eye(len(at)))
     y, ones = np.log(list(seen.values())), np.ones(len(at))
     offset = (ones @ inverse @ y) / (ones @ inverse @ ones)
@@ -99,7 +101,7 @@ def test_a_neighbouring_workload_tells_where_the_model_errs() -> None:
     tma = np.array([each["loads"] == "tma" for each in SPACE])
     assert 0.2 < mean[~tma].mean() - mean[tma].mean() < 0.45
     assert mean.mean() == pytest.approx(math.log(100), abs=0.1)
-    assert deviation.max() < MODEL_ERROR
+    assert deviation.max() < ERROR
 
 
 def test_a_hopeless_expectation_stays_a_number() -> None:

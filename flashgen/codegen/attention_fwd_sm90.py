@@ -1,0 +1,137 @@
+"""The Hopper forward family: warp-specialised Gluon for sm_90a."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.spec import expr as ex
+from flashgen.spec.attention import AttentionSpec, head_dim_chunks
+from flashgen.spec.config import Config, Value
+from flashgen.spec.target import KIB, Target
+
+ROWS = 64
+"""Of a consumer warpgroup: the rows of one wgmma."""
+_WARPS = 4  # of a warpgroup; the producer is one warp, padded to as many
+
+REGISTERS = {(1, 1): (240, 24), (2, 1): (240, 24), (3, 1): (160, 32), (1, 2): (232, 24), (1, 3): (136, 24)}
+"""Of a thread of a consumer and of the producer, by the number of consumers and of programs that share a
+multiprocessor: what setmaxnreg gives out of its 64 K."""
+SHARED_BYTES = 227 * KIB
+"""Of a block on every GPU of this compute capability."""
+_BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
+
+
+def _tiling(config: Config) -> Tiling:
+    consumers, pack, programs = (config.number(name) for name in ("consumers", "pack", "programs"))
+    warps = _WARPS * (consumers + 1)
+    return Tiling(
+        block_m=consumers * ROWS // pack,
+        block_n=config.number("block_n"),
+        num_warps=_WARPS,
+        num_stages=config.number("num_stages"),
+        descriptors=True,
+        pack=pack,
+        persistent=config["schedule"] != "plain",
+        warps=warps,
+        programs=programs,
+        max_registers=65536 // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
+    )
+
+
+def registers_needed(config: Config, spec: AttentionSpec) -> int:
+    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice."""
+    block_n = config.number("block_n")
+    out = sum(head_dim_chunks(spec.head_dim_v)) * ROWS // 128
+    return out + block_n * ROWS // 128 + 2 * block_n * ROWS // 256
+
+
+def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
+    consumers, programs = config.number("consumers"), config.number("programs")
+    if (consumers, programs) not in REGISTERS:
+        return f"{programs} programs of {consumers} consumers would leave each thread too few registers"
+    registers, _ = REGISTERS[consumers, programs]
+    if (needed := registers_needed(config, spec)) > registers:
+        return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+    together = programs * (_shared_bytes(config, spec, target).most + KIB)
+    if programs > 1 and together > target.shared_per_block + KIB:
+        return f"{programs} programs need more shared memory than a multiprocessor has"
+    rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
+    if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
+        return "packs several heads into a tile, and the mask or score rule asks for the head"
+    return ""
+
+
+def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
+    """Whether the output leaves through memory of its own, or through that of the queries.
+
+    With its own the next tile's queries can be loaded meanwhile, if there is a next tile and there is room.
+    """
+    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
+    if qk[: len(v)] != v:
+        return True
+    room = SHARED_BYTES // config.number("programs") - 2 * KIB
+    return config["schedule"] == "dynamic" and _bytes(config, spec, own=True) <= room
+
+
+def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
+    """Of all tiles in shared memory."""
+    qk, v = sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v))
+    rows = config.number("consumers") * ROWS
+    ring = config.number("num_stages") * config.number("block_n") * (qk + v)
+    return (rows * qk + ring + (rows * v if own else 0)) * spec.itemsize
+
+
+def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
+    """The compiler adds nothing to the rings, the queries and the output but barriers."""
+    tiles = _bytes(config, spec, _has_out_buffer(config, spec))
+    return Shared(tiles, tiles + _BARRIER_BYTES)
+
+
+def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    consumer, producer = REGISTERS[config.number("consumers"), config.number("programs")]
+    return {
+        "registers": {"consumer": consumer, "producer": producer},
+        "out_buffer": _has_out_buffer(config, spec),
+        "rescale_pack": min(head_dim_chunks(spec.head_dim_v)) * ROWS // 128,
+    }
+
+
+def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
+    head_dim = max(sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v)))
+    tile = next(tile for limit, *tile in _DEFAULT_TILES if head_dim <= limit)
+    # With the LSE a thread of a large head dim has no register left for the next tile's place.
+    schedule = "plain" if head_dim > 192 and spec.return_lse else "dynamic"
+    rest = (4, 1, "late", "lazy", "tree", "lane")
+    return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
+
+
+# (largest head dim, consumers, programs, block_n, num_stages), as measured on one H200.
+_DEFAULT_TILES = ((64, 1, 2, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
+
+ATTENTION_FWD_SM90 = Family(
+    name="attention_fwd_sm90",
+    op="fwd",
+    template="attention_fwd_sm90.py.jinja",
+    language="gluon",
+    tunables=(
+        ("consumers", (1, 2, 3)),
+        ("programs", (1, 2, 3)),
+        ("block_n", (64, 128)),
+        ("num_stages", (2, 3, 4)),
+        ("group", (4, 16)),
+        ("pack", (1, 4, 8, 16)),
+        ("order", ("late", "early", "pinned")),
+        ("rescale", ("lazy", "always")),
+        ("row_max", ("tree", "chain")),
+        ("row_sum", ("lane", "row")),
+        ("schedule", ("dynamic", "plain")),
+    ),
+    archs=(90, 90),
+    dtypes=("fp16", "bf16"),
+    tiling=_tiling,
+    limits=_limits,
+    shared_bytes=_shared_bytes,
+    defaults=_defaults,
+    derived=_derived,
+)

@@ -1,0 +1,239 @@
+"""Family: one kernel template, with its tunables and everything that says when it may be used."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from flashgen.codegen.abi import Grid
+from flashgen.errors import DoesNotFit, InvalidArgument
+from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.config import SHORT_NAMES, Config, Value
+from flashgen.spec.form import shown
+from flashgen.spec.target import KIB, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Bytes of shared memory, known before the compile only between two bounds."""
+
+    least: int
+    """`fits` refuses by this: no compiled kernel took less."""
+    most: int
+    """A default keeps within this: no compiled kernel took more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a config divides the work, in the terms that launch, cost model and compiler need."""
+
+    block_m: int
+    """Query positions of a tile."""
+    block_n: int
+    """Keys of a block."""
+    num_warps: int
+    """Of a program, as the compiler is told; a warp-specialised kernel adds partitions of its own."""
+    num_stages: int
+    """Blocks of keys in flight."""
+    descriptors: bool
+    """Whether tiles are loaded by TMA."""
+    pack: int = 1
+    """Query heads of one key head that a tile holds: it has block_m * pack rows."""
+    persistent: bool = False
+    """Whether as many programs as there are multiprocessors take tile after tile, from a counter."""
+    warps: int = 0
+    """Of a program as it runs, where that differs from num_warps."""
+    programs: int = 1
+    """Programs that share a multiprocessor, as far as the family plans it."""
+    max_registers: int = 0
+    """Of a thread at the launch, where the compiler is told; warp-specialised programs deal them out anew."""
+
+    @property
+    def grid(self) -> Grid:
+        """How many programs there are."""
+        if self.persistent:
+            return Grid("persistent", self.block_m, self.pack, self.programs)
+        return Grid("row_tiles", self.block_m, self.pack)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile's matrix products."""
+        return self.block_m * self.pack
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kernel template and its search space.
+
+    `owns`, `supports`, `fits` and `admits` answer with the reason why not, or with empty text; whoever tells
+    it names the config before it. Each constraint stands in one of them and nowhere else: search, dispatcher
+    and tests call these.
+    """
+
+    name: str
+    op: str
+    template: str
+    tunables: tuple[tuple[str, tuple[Value, ...]], ...]
+    archs: tuple[int, int]
+    """Oldest and newest compute capability that it is for."""
+    dtypes: tuple[str, ...]
+    tiling: Callable[[Config], Tiling]
+    limits: Callable[[Config, AttentionSpec, Target], str]
+    """Why a config cannot serve a spec, or does it worse than another for sure; empty where it can."""
+    shared_bytes: Callable[[Config, AttentionSpec, Target], Shared]
+    """Shared memory a block of the compiled kernel needs."""
+    defaults: Callable[[AttentionSpec], tuple[tuple[Value, ...], ...]]
+    """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
+    language: str = "triton"
+    """Or `gluon`."""
+    derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
+    """What else the template reads: values that follow from config and spec."""
+
+    def config(self, **values: Value) -> Config:
+        """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""
+        for name, allowed in self.tunables:
+            if values.get(name) not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise InvalidArgument(f"{self.name}: {name}={values.get(name)!r}; allowed: {listed}")
+        if extra := values.keys() - dict(self.tunables).keys():
+            raise InvalidArgument(f"{self.name} has no tunable {', '.join(sorted(extra))}")
+        return Config(self.name, tuple((name, values[name]) for name, _ in self.tunables))
+
+    def owns(self, config: Config) -> str:
+        """Why a config is none of this family; asked before anything else of one that was read."""
+        try:
+            owned = self.config(**config.to_json())
+        except InvalidArgument as error:
+            return str(error)
+        if owned != config:
+            listed = ", ".join(name for name, _ in self.tunables)
+            return f"a config of {config.family} in another form than that of {self.name}: {listed}"
+        return ""
+
+    def find(self, name: str) -> Config:
+        """The config of a short name such as `m128n64w4s2_tma_heads`.
+
+        Raises:
+            InvalidArgument: it reads otherwise, or a part of it is out of range, which is named.
+        """
+        numbers = "".join(
+            rf"{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}})"
+            for each, _ in self.tunables
+            if SHORT_NAMES[each]
+        )
+        words = "".join(rf"_(?P<{each}>[a-z]+)" for each, _ in self.tunables if not SHORT_NAMES[each])
+        read = re.fullmatch(numbers + words, name)
+        if read is None:
+            example = self.all_configs()[0].name
+            raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {example}")
+        values = {each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items()}
+        try:
+            return self.config(**values)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"no config {shown(name)}: {error}") from None
+
+    def all_configs(self) -> tuple[Config, ...]:
+        """The whole space, whatever fits."""
+        return _all_configs(self.name, self.tunables)
+
+    def supports(self, spec: AttentionSpec, target: Target) -> str:
+        """Why the family cannot serve a spec on a target at all."""
+        if spec.op != self.op:
+            return f"{self.name} computes {self.op}, not {spec.op}"
+        if spec.dtype not in self.dtypes:
+            return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
+        oldest, newest = self.archs
+        if target.vendor != "cuda" or not oldest <= target.arch <= newest:
+            wanted = f"sm_{oldest}" if oldest == newest else f"sm_{oldest} or newer"
+            return f"{self.name} needs {wanted}, not {target.vendor} {target.arch}"
+        return ""
+
+    def fits(self, config: Config, spec: AttentionSpec, target: Target) -> str:
+        """Why a config cannot run on a target; decided before anything is compiled."""
+        if self.tiling(config).descriptors and not target.has_tma:
+            return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
+        if reason := self.limits(config, spec, target):
+            return reason
+        needed = self.shared_bytes(config, spec, target).least
+        if needed > target.shared_per_block:
+            return (
+                f"needs at least {needed / KIB:.0f} KB of shared memory a block, "
+                f"{target.name or target.key} has {target.shared_per_block / KIB:.0f} KB"
+            )
+        return ""
+
+    def admission(self, config: Config) -> str:
+        """Which calls a config can serve: `tma`, `tma_pack4` (its heads in groups of 4), or `any`."""
+        tiling = self.tiling(config)
+        packed = f"_pack{tiling.pack}" if tiling.pack > 1 else ""
+        return f"tma{packed}" if tiling.descriptors else "any"
+
+    def admits(self, config: Config, facts: CallFacts, heads_per_kv: int = 1) -> str:
+        """Why a call of this kind cannot be served by a config.
+
+        Args:
+            heads_per_kv: query heads of each key head.
+        """
+        tiling = self.tiling(config)
+        if tiling.descriptors and not facts.tma:
+            return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
+        if heads_per_kv % tiling.pack:
+            return f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}"
+        return ""
+
+    def refuses(
+        self, config: Config, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1
+    ) -> str:
+        """Why a config is no candidate for calls of a kind: it does not fit, or does not admit them."""
+        return self.fits(config, spec, target) or self.admits(config, facts, heads_per_kv)
+
+    def space(self, spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
+        """Every config that fits, in a fixed order."""
+        return tuple(c for c in self.all_configs() if not self.fits(c, spec, target))
+
+    def feasible(
+        self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1
+    ) -> tuple[Config, ...]:
+        """Every config that fits and admits calls of a kind, in a fixed order: what a search may try.
+
+        Of a group's heads it packs none, or as many as it can: what lies between is never the best.
+        """
+        packs = {self.tiling(config).pack for config in self.all_configs()}
+        most = max(pack for pack in packs if heads_per_kv % pack == 0)
+        return tuple(
+            config
+            for config in self.all_configs()
+            if self.tiling(config).pack in (1, most)
+            and not self.refuses(config, spec, target, facts, heads_per_kv)
+        )
+
+    def default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1) -> Config:
+        """The first default that is sure to fit and admits the call.
+
+        Raises:
+            DoesNotFit: none does; the message lists what was tried.
+        """
+        reasons = []
+        for values in self.defaults(spec):
+            config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))
+            reason = self.refuses(config, spec, target, facts, heads_per_kv)
+            most = self.shared_bytes(config, spec, target).most
+            if not reason and most > target.shared_per_block:
+                reason = f"may need {most / KIB:.0f} KB of shared memory a block"
+            if not reason:
+                return config
+            reasons.append(f"{config.name}: {reason}")
+        raise DoesNotFit(f"no default config of {self.name} fits; tried:\n  " + "\n  ".join(reasons))
+
+
+@lru_cache(maxsize=64)
+def _all_configs(family: str, tunables: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Config, ...]:
+    names = [name for name, _ in tunables]
+    return tuple(
+        Config(family, tuple(zip(names, values, strict=True)))
+        for values in itertools.product(*(allowed for _, allowed in tunables))
+    )

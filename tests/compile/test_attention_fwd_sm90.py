@@ -1,0 +1,190 @@
+"""The Hopper family's machine code: what it is made of, what ptxas gives up on, and what is known before."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashgen.build.artifact import Artifact
+from flashgen.build.compile import compile_kernel, sass, spills_in_loops, toolchain
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.source import render
+from flashgen.errors import CompileFailed, DoesNotFit
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.target import TARGETS
+
+FAMILY = FAMILIES["attention_fwd_sm90"]
+ALIGNED = CallFacts()
+H200 = TARGETS["nvidia-h200"]
+CAUSAL, FULL = masks.causal().rule, masks.full().rule
+WINDOW, SOFTCAP = masks.sliding_window(511, 0).rule, score_mods.softcap(30.0).rule
+
+
+def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
+    return compile_kernel(render(spec, FAMILY.find(config), toolchain()), ALIGNED, H200, cache)
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        (
+            AttentionSpec(64, 64, "bf16", FULL, return_lse=True),
+            "c2x1n128s2g4p1_pinned_lazy_tree_lane_dynamic",
+        ),
+        (AttentionSpec(64, 64, "fp16", CAUSAL), "c1x1n64s4g16p8_early_always_chain_row_plain"),
+        (AttentionSpec(128, 128, "bf16", CAUSAL), "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "fp16", WINDOW, SOFTCAP), "c2x1n64s2g16p4_late_always_tree_row_plain"),
+        (AttentionSpec(256, 256, "bf16", CAUSAL, return_lse=True), "c2x1n64s2g4p1_late_lazy_tree_lane_plain"),
+        (AttentionSpec(256, 256, "bf16", FULL), "c1x1n64s2g4p1_late_always_chain_row_plain"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.dims_label,
+)
+def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
+    spec: AttentionSpec, config: str, tmp_path: Path
+) -> None:
+    artifact = build(spec, config, tmp_path)
+    code = sass(artifact.cubin)
+    for instruction in ("HGMMA.64x", "USETMAXREG", "UTMALDG.4D", "UTMASTG.4D", "SYNCS"):
+        assert instruction in code, instruction
+    assert "LDL" not in code and "STL" not in code and artifact.spill_bytes == 0
+    consumers = FAMILY.find(config).number("consumers")
+    assert (artifact.num_warps, artifact.abi.num_warps) == (4 * (consumers + 1), 4)
+    assert len(artifact.descriptors) == 4 and {each.swizzle for each in artifact.descriptors} == {3}
+    assert ("ATOMG" in code) == ("dynamic" in config), "tiles come from a counter"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_default_compiles_with_the_lse(dim: int, tmp_path: Path) -> None:
+    """What a first call gets; without the LSE a kernel needs fewer registers."""
+    spec = AttentionSpec(dim, dim, "bf16", FULL, return_lse=True)
+    artifact = build(spec, FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    assert artifact.spill_bytes <= 128, "once a tile, outside the loop over keys"
+
+
+def test_a_kernel_whose_products_ptxas_puts_in_line_is_refused(tmp_path: Path) -> None:
+    """Of head_dim 128 three warpgroups have no registers for blocks of 128 keys; triton would not tell."""
+    name = "c3x1n128s2g4p1_late_lazy_tree_lane_plain"
+    spec = AttentionSpec(128, 128, "bf16", FULL)
+    assert "holds 192 registers" in FAMILY.fits(FAMILY.find(name), spec, H200)
+    with pytest.raises(CompileFailed, match=r"ptxas C7512: .*wgmma"):
+        build(spec, name, tmp_path)
+    assert not list(tmp_path.glob("artifacts/*")), "a later run refuses it too"
+
+
+# Spills
+
+SASS = """
+        /*0000*/                   LDL R1, [R2] ;                      /* 0x0000000000017a02 */
+        /*0010*/                   IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;
+        /*0020*/                   STL [R1], R4 ;
+        /*0030*/              @!P0 LDL.64 R8, [R1+0x8] ;
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], !UPT, gsb0 ;
+        /*0050*/              @P1  STL.128 [R1+0x10], R4 ;
+        /*0060*/              @P2  BRA 0x20 ;
+        /*0070*/                   STL [R1], R4 ;
+        /*0080*/                   LDL R4, [R1] ;
+        /*0090*/               @P3 BRA 0x80 ;
+        /*00a0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*00b0*/                   LDL R4, [R1] ;
+        /*00c0*/              @!P4 BRA 0xa0 ;
+        /*00d0*/                   LDS R4, [R1] ;
+        /*00e0*/                   BRA 0x10 ;
+        /*00f0*/                   LDL R4, [R1] ;
+        /*0100*/                   BRA 0x100;
+"""
+"""Loops at 20-60, 80-90, a0-c0 in one at 10-e0; the second multiplies nothing."""
+
+
+def test_spills_count_in_the_innermost_loops_that_multiply() -> None:
+    assert spills_in_loops(SASS) == 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (
+            ("@P2  BRA 0x20", "@P2  BRA 0x70"),
+            1,
+        ),  # forwards is no loop: what was in it belongs to the outer one
+        (("@!P4 BRA 0xa0", "@!P4 BRA 0xb0"), 3),  # a loop without its product
+        (("HGMMA.64x64x16.F32.BF16", "HMMA.16816.F32.BF16"), 4),
+        (("HGMMA.64x128x16.F32.BF16", "FFMA"), 1),
+        (("STL.128", "STG.E.128"), 3),
+        (("LDL.64", "LDS.64"), 3),
+        (("BRA 0xa0", "BRA 0xb0"), 3),
+    ],
+    ids=lambda each: each[1].replace(" ", "_") if isinstance(each, tuple) else "",
+)
+def test_what_is_a_loop_and_what_is_a_spill(change: tuple[str, str], count: int) -> None:
+    assert SASS.count(change[0]) == 1
+    assert spills_in_loops(SASS.replace(*change)) == count
+
+
+def test_code_without_loops_or_spills_has_none() -> None:
+    assert spills_in_loops("") == spills_in_loops(SASS.replace("LDL", "LDG").replace("STL", "STG")) == 0
+    assert spills_in_loops(SASS.replace("HGMMA", "FFMA")) == 0
+
+
+# What is known before a compile
+
+RECORDED = Path(__file__).parent.parent / "data" / "compiled_sm90.jsonl"
+DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128))
+
+
+def row_key(row: dict[str, Any]) -> tuple[AttentionSpec, str]:
+    mask = masks.parse_mask(row["mask"]).rule
+    return AttentionSpec(row["head_dim"], row["head_dim_v"], "bf16", mask), row["config"]
+
+
+def compiles() -> Iterator[dict[str, Any]]:
+    """Eight configs for each head dim, two of which do not fit, where there are any."""
+    draw = random.Random(0)
+    for head_dim, head_dim_v in DIMS:
+        spec = AttentionSpec(head_dim, head_dim_v, "bf16", CAUSAL)
+        fitting = FAMILY.space(spec, H200)
+        refused = [each for each in FAMILY.all_configs() if each not in set(fitting)]
+        chosen = draw.sample(refused, min(2, len(refused)))
+        for index, config in enumerate([*chosen, *draw.sample(fitting, 8 - len(chosen))]):
+            yield {
+                "head_dim": head_dim,
+                "head_dim_v": head_dim_v,
+                "mask": ("causal", "full")[index % 2],
+                "config": config.name,
+            }
+
+
+def outcome(row: dict[str, Any], cache: Path) -> dict[str, Any]:
+    try:
+        artifact = build(*row_key(row), cache)
+    except (CompileFailed, DoesNotFit) as error:
+        found = re.search(r"C75\d\d|needs [\d.]+ KB|spills registers", str(error))
+        return {"refused": found[0] if found else str(error)}
+    return {name: getattr(artifact, name) for name in ("shared_bytes", "registers", "spill_bytes")}
+
+
+def test_nothing_that_compiled_is_refused_and_shared_memory_keeps_within_its_bounds(tmp_path: Path) -> None:
+    """Over recorded compiles; FLASHGEN_UPDATE_COMPILED=1 compiles and records them anew (5 minutes)."""
+    if os.environ.get("FLASHGEN_UPDATE_COMPILED"):
+        lines = (json.dumps({**row, **outcome(row, tmp_path)}) + "\n" for row in compiles())
+        RECORDED.write_text("".join(lines))
+    rows = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    assert len(rows) == 8 * len(DIMS)
+    good = [row for row in rows if "refused" not in row]
+    fitting = [row for row in rows if not FAMILY.fits(FAMILY.find(row["config"]), row_key(row)[0], H200)]
+    assert len([row for row in fitting if "refused" in row]) <= 4, "ptxas decides the rest, which is little"
+    assert {(row["head_dim"], row["head_dim_v"]) for row in good} == set(DIMS) and len(good) >= 20
+    for row in good:
+        spec, name = row_key(row)
+        config = FAMILY.find(name)
+        assert not FAMILY.fits(config, spec, H200), row
+        bound = FAMILY.shared_bytes(config, spec, H200)
+        assert bound.least <= row["shared_bytes"] <= bound.most <= H200.shared_per_block, row
+        assert row["registers"] <= 65536 // (32 * FAMILY.tiling(config).warps), row
