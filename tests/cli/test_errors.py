@@ -230,7 +230,9 @@ def test_show_says_what_it_shows() -> None:
         return done.stderr.splitlines()
 
     best, which = told("--suite", "llama3-8b")
-    assert re.fullmatch(r"showing m\S+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best)
+    assert re.fullmatch(
+        r"showing c\dx\d\w+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best
+    )
     assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
     sizes = ["--head-dim", "40", "--seq", "64"]
     untuned = told(*sizes)

@@ -78,7 +78,8 @@ def test_offline_tuning_names_what_was_measured(tmp_path: Path) -> None:
     assert found["winner"]["measurement"]["source"] == "model" and found["tflops"] is None
     measured = found["measured"]
     assert measured["measurement"]["source"] == "measured"
-    assert re.search(r"calls get what was measured: m\d+n\d+\w+, \d+\.\d us\n", run(*words).stdout)
+    named = re.search(r"calls get what was measured: (\w+), \d+\.\d us\n", run(*words).stdout)
+    assert named is not None and FAMILIES[measured["family"]].find(named[1]).to_json() == measured["config"]
 
 
 def test_what_the_budget_did_not_reach_is_not_called_wrong(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ CODE = re.split(r"^```.*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
 LINES = [line.split(" #")[0].strip() for block in CODE for line in block.splitlines()]
 NO_GPU = ("--target nvidia-h200", "flashgen show", "flashgen verify", "flashgen db", "flashgen doctor")
 COMMANDS = [line for line in LINES if line.startswith("flashgen ") and any(part in line for part in NO_GPU)]
+pytestmark = pytest.mark.xdist_group("readme")  # one process runs them: each builds on those before it
 RUN = "import sys; from flashgen.cli.main import main; main(sys.argv[1:])"
 
 
