@@ -28,6 +28,7 @@ class Workspaces:
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(WORDS, dtype=torch.int32, device=self._device).data_ptr()
         held = self._held.get(stream)
-        if held is None:
-            held = self._held[stream] = torch.zeros(WORDS, dtype=torch.int32, device=self._device)
+        if held is None:  # the first of several threads that come here at once is the one that stays
+            made = torch.zeros(WORDS, dtype=torch.int32, device=self._device)
+            held = self._held.setdefault(stream, made)
         return held.data_ptr()
