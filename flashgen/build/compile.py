@@ -239,13 +239,13 @@ def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target:
 
 def _ptxas_log(ptx: str, target: Target) -> str:
     """What ptxas says of a kernel, information and warnings: the ptxas that triton takes for the target."""
-    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        suffix = "a" if target.arch >= 90 else ""
-        options = ("-v", f"--gpu-name=sm_{target.arch}{suffix}", "-o", str(path.with_suffix(".cubin")))
+        name = sm_arch_from_capability(target.arch)
+        options = ("-v", f"--gpu-name={name}", "-o", str(path.with_suffix(".cubin")))
         return _run_tool(lambda: get_ptxas(target.arch), *options, str(path)).stderr
 
 

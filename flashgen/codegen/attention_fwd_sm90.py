@@ -8,13 +8,19 @@ from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
 from flashgen.spec.config import Config, Value
-from flashgen.spec.target import KIB, Target
+from flashgen.spec.target import KIB, REGISTERS, Target
 
 ROWS = 64
 """Of a consumer warpgroup: the rows of one wgmma."""
 _WARPS = 4  # of a warpgroup; the producer is one warp, padded to as many
 
-REGISTERS = {(1, 1): (240, 24), (2, 1): (240, 24), (3, 1): (160, 32), (1, 2): (232, 24), (1, 3): (136, 24)}
+REGISTER_SPLIT = {
+    (1, 1): (240, 24),
+    (2, 1): (240, 24),
+    (3, 1): (160, 32),
+    (1, 2): (232, 24),
+    (1, 3): (136, 24),
+}
 """Of a thread of a consumer and of the producer, by the number of consumers and of programs that share a
 multiprocessor: what setmaxnreg gives out of its 64 K."""
 SHARED_BYTES = 227 * KIB
@@ -35,7 +41,7 @@ def _tiling(config: Config) -> Tiling:
         persistent=config["schedule"] != "plain",
         warps=warps,
         programs=programs,
-        max_registers=65536 // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
+        max_registers=REGISTERS // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
     )
 
 
@@ -48,9 +54,9 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     consumers, programs = config.number("consumers"), config.number("programs")
-    if (consumers, programs) not in REGISTERS:
+    if (consumers, programs) not in REGISTER_SPLIT:
         return f"{programs} programs of {consumers} consumers would leave each thread too few registers"
-    registers, _ = REGISTERS[consumers, programs]
+    registers, _ = REGISTER_SPLIT[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
     together = programs * (_shared_bytes(config, spec, target).most + KIB)
@@ -89,7 +95,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
-    consumer, producer = REGISTERS[config.number("consumers"), config.number("programs")]
+    consumer, producer = REGISTER_SPLIT[config.number("consumers"), config.number("programs")]
     return {
         "registers": {"consumer": consumer, "producer": producer},
         "out_buffer": _has_out_buffer(config, spec),

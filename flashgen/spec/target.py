@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from flashgen.errors import UnknownName
 
 KIB = 1024
+REGISTERS = 65536
+"""Of a multiprocessor, 4 bytes each; the same from sm_80 to sm_120."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from flashgen.build.artifact import Artifact
 from flashgen.build.inputs import density
+from flashgen.codegen.attention_fwd_sm90 import ROWS
 from flashgen.codegen.families import find_family
 from flashgen.codegen.family import Tiling
 from flashgen.measure import roofline
@@ -23,10 +24,8 @@ from flashgen.measure.worker import Trial
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.record import Measurement, Status
-from flashgen.spec.target import KIB, Target
+from flashgen.spec.target import KIB, REGISTERS, Target
 
-REGISTERS = 65536
-"""Of a multiprocessor, 4 bytes each."""
 RESERVED_SHARED = KIB
 """What every block takes of a multiprocessor's shared memory beside its own."""
 LATENCY = 700.0
@@ -144,7 +143,6 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     return max(compute, memory) + 2.0
 
 
-ROWS_OF_WARPGROUP = 64
 SPECIALISED_OPS = 7.6
 """Instructions for each score of a warp-specialised kernel besides exp2."""
 HIDDEN = 0.55
@@ -163,13 +161,11 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
     """As `estimate_us`, where a producer loads and warpgroups of 64 rows run free of each other."""
     spec, unit = workload.spec, roofline.unit(target)
     block_n, clock = tiling.block_n, unit.ghz * 1e3
-    groups = tiling.programs * tiling.rows // ROWS_OF_WARPGROUP
+    groups = tiling.programs * tiling.rows // ROWS
     per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
-    scores = ROWS_OF_WARPGROUP * block_n
+    scores = ROWS * block_n
     products = groups * 2.0 * scores * (spec.head_dim + spec.head_dim_v) / per_clock
-    softmax = (
-        scores / unit.exp2 + (SPECIALISED_OPS * scores + 1.4 * ROWS_OF_WARPGROUP * spec.head_dim_v) / 128
-    )
+    softmax = scores / unit.exp2 + (SPECIALISED_OPS * scores + 1.4 * ROWS * spec.head_dim_v) / 128
     softmax *= groups
     step = max(products, softmax) + ((1 - HIDDEN) * min(products, softmax) + STEP_CLOCKS) / groups
 

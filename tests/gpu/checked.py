@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -16,12 +17,19 @@ from flashgen.codegen.source import render
 from flashgen.measure.check import Rig
 from flashgen.spec import masks
 from flashgen.spec.attention import AttentionSpec, Workload
-from flashgen.spec.masks import Mask
+from flashgen.spec.masks import MASKS, Mask
 from flashgen.spec.rule import values_and_tensors
 from flashgen.spec.score_mods import ScoreMod
 
 CAUSAL = masks.causal()
 DEVICE = "cuda"
+TABLE = [mask for entry in MASKS.values() for mask in entry.examples()]
+COMBINED = [
+    CAUSAL & masks.key_padding(),
+    ~CAUSAL,
+    masks.sliding_window(64, 0) | ~masks.sliding_window(300, 300),
+]
+"""Every entry of the table of masks, and combinations of several ranges or none."""
 
 
 def workload(
@@ -73,3 +81,17 @@ def check(
     verdict, same = bench.examine(lambda out, lse: Call(inputs, work.spec, out, lse, config, family)())
     assert verdict.ok, verdict.reason
     assert same, "two runs differ"
+
+
+def among_nan(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """q, k and v as views with NaN before, between and behind all sequences and head dims."""
+    padded = {}
+    for name in ("q", "k", "v"):
+        tensor = getattr(inputs, name)
+        b, h, s, d = tensor.shape
+        whole = torch.full(
+            (b + 2, h + 2, s + 300, d + 24), math.nan, device=tensor.device, dtype=tensor.dtype
+        )
+        padded[name] = whole[1:-1, 1:-1, 150:-150, :d]
+        padded[name].copy_(tensor)
+    return padded

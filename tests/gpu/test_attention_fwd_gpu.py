@@ -7,18 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checked import CAUSAL, DEVICE, Call, check, workload
+from checked import COMBINED, DEVICE, TABLE, Call, among_nan, check, workload
 
 from flashgen.build.inputs import Inputs, make_inputs
 from flashgen.spec import masks, score_mods
-from flashgen.spec.masks import MASKS, Mask
-
-TABLE = [mask for entry in MASKS.values() for mask in entry.examples()]
-COMBINED = [
-    CAUSAL & masks.key_padding(),
-    ~CAUSAL,
-    masks.sliding_window(64, 0) | ~masks.sliding_window(300, 300),
-]
+from flashgen.spec.masks import Mask
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (77, 900), (900, 77), (1, 513)], ids=str)
@@ -88,14 +81,7 @@ def test_c14_misaligned_base_and_row_stride() -> None:
 def test_memory_around_the_tensors_is_not_read_into_a_result(loads: str) -> None:
     """NaN before, between and behind all sequences and head dims changes nothing."""
     work = workload(72, sizes=(2, 4, 4, 130, 131), mask=masks.full())
-    padded = {}
-    inputs = make_inputs(work, DEVICE)
-    for name in ("q", "k", "v"):
-        tensor = getattr(inputs, name)
-        b, h, s, d = tensor.shape
-        whole = torch.full((b + 2, h + 2, s + 300, d + 24), math.nan, device=DEVICE, dtype=tensor.dtype)
-        padded[name] = whole[1:-1, 1:-1, 150:-150, :d]
-        padded[name].copy_(tensor)
+    padded = among_nan(make_inputs(work, DEVICE))
     check(work, f"m64n64w4s2_{loads}_heads", **padded)
 
 

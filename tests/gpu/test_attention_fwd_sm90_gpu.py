@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checked import CAUSAL, DEVICE, Call, check, workload
+from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, among_nan, check, workload
 
 from flashgen.build.device import current_target
 from flashgen.build.inputs import make_inputs
@@ -16,7 +16,7 @@ from flashgen.codegen.families import find_family
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
-from flashgen.spec.masks import MASKS, Mask
+from flashgen.spec.masks import Mask
 
 FAMILY = find_family("attention_fwd_sm90")
 
@@ -29,14 +29,6 @@ def hopper() -> None:
 
 def right(work: Workload, config: str = "", layout: str = "bhsd", **tensors: torch.Tensor) -> None:
     check(work, config, layout, FAMILY.name, **tensors)
-
-
-TABLE = [mask for entry in MASKS.values() for mask in entry.examples()]
-COMBINED = [
-    CAUSAL & masks.key_padding(),
-    ~CAUSAL,
-    masks.sliding_window(64, 0) | ~masks.sliding_window(300, 300),
-]
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (77, 900), (900, 77), (1, 513)], ids=str)
@@ -132,13 +124,7 @@ def test_c12_slices_of_a_fused_projection() -> None:
 def test_memory_around_the_tensors_is_not_read_into_a_result(schedule: str, pack: int) -> None:
     """NaN before, between and behind all sequences and head dims changes nothing."""
     work = workload(72, sizes=(2, 8, 2, 130, 131), mask=masks.full())
-    inputs, padded = make_inputs(work, DEVICE), {}
-    for name in ("q", "k", "v"):
-        tensor = getattr(inputs, name)
-        b, h, s, d = tensor.shape
-        whole = torch.full((b + 2, h + 2, s + 300, d + 24), math.nan, device=DEVICE, dtype=tensor.dtype)
-        padded[name] = whole[1:-1, 1:-1, 150:-150, :d]
-        padded[name].copy_(tensor)
+    padded = among_nan(make_inputs(work, DEVICE))
     right(work, f"c2x1n64s2g4p{pack}_late_lazy_tree_lane_{schedule}", **padded)
 
 
