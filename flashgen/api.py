@@ -287,11 +287,11 @@ def _shipped() -> ShippedRecords:
 
 def _compile_and_load(request: Request, config: Config) -> Launchable:
     from flashgen.build.compile import compile_kernel, toolchain
-    from flashgen.build.launch import Kernel
+    from flashgen.build.launch import load_kernel
     from flashgen.codegen.source import render
 
     source = render(request.workload.spec, config, toolchain())
-    return Kernel(compile_kernel(source, request.facts, request.target), request.device)
+    return load_kernel(compile_kernel(source, request.facts, request.target), request.device)
 
 
 def set_policy(on_miss: str) -> None:

@@ -7,18 +7,19 @@ launched where triton, jinja2 and sqlalchemy are absent.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.codegen.abi import Abi, DescriptorFacts
+from flashgen.codegen.abi import Abi, DescriptorFacts, Scratch
 from flashgen.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A cubin, how it is called, and what it uses.
+    """A cubin, how it is called, and what it uses; with it the kernels that run before and after it.
 
-    It takes no scratch memory and runs without thread-block clusters: the compile step refuses a
+    None takes Triton's scratch memory or runs in thread-block clusters: the compile step refuses a
     kernel that would need either.
     """
 
@@ -42,8 +43,14 @@ class Artifact:
     """Compute capability it was compiled for: 90 is sm_90."""
     ptx: str = ""
     """To read; empty where only the cubin was kept."""
+    before: tuple[Artifact, ...] = ()
+    after: tuple[Artifact, ...] = ()
+    scratch: tuple[Scratch, ...] = ()
+    """Buffers of a call that all of these share."""
 
     def __post_init__(self) -> None:
+        if any(part.parts for part in self.parts):
+            raise InvalidArgument(f"a part of kernel {self.name} has parts of its own")
         wanted = sum(arg.is_descriptor for arg in self.abi.args)
         if len(self.descriptors) != wanted:
             raise InvalidArgument(
@@ -54,12 +61,17 @@ class Artifact:
             raise InvalidArgument(f"kernel {self.name} has an empty cubin")
 
     @property
+    def parts(self) -> tuple[Artifact, ...]:
+        """The other kernels of a call, in the order they run."""
+        return (*self.before, *self.after)
+
+    @property
     def cubin_sha256(self) -> str:
         """Hex digest of the cubin."""
         return hashlib.sha256(self.cubin).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """All but the cubin, which is named by its hash, and the PTX; both are kept as files beside it."""
+        """All but the cubins, which are named by their hash, and the PTX: files beside it."""
         return {
             "name": self.name,
             "cubin_sha256": self.cubin_sha256,
@@ -79,11 +91,20 @@ class Artifact:
             ],
             "triton": self.triton,
             "arch": self.arch,
+            **({"before": [part.to_json() for part in self.before]} if self.before else {}),
+            **({"after": [part.to_json() for part in self.after]} if self.after else {}),
+            **({"scratch": [buffer.to_json() for buffer in self.scratch]} if self.scratch else {}),
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], cubin: bytes, ptx: str = "") -> Artifact:
-        """The inverse of `to_json`; `InvalidArgument` when the cubin is not the one that was described."""
+    def from_json(
+        cls, data: dict[str, Any], cubin: bytes, ptx: str = "", parts: Mapping[str, bytes] | None = None
+    ) -> Artifact:
+        """The inverse of `to_json`; `InvalidArgument` when a cubin is not the one that was described.
+
+        Args:
+            parts: the cubins of its parts, by their names.
+        """
         found = hashlib.sha256(cubin).hexdigest()
         if found != data["cubin_sha256"]:
             raise InvalidArgument(
@@ -92,6 +113,11 @@ class Artifact:
             )
         fields = {name: value for name, value in data.items() if name != "cubin_sha256"}
         fields["abi"] = Abi.from_json(data["abi"])
+        for when in ("before", "after"):
+            fields[when] = tuple(
+                cls.from_json(part, (parts or {}).get(part["name"], b"")) for part in data.get(when, ())
+            )
+        fields["scratch"] = tuple(map(Scratch.from_json, data.get("scratch", ())))
         fields["descriptors"] = tuple(
             DescriptorFacts(**(facts | {"block": tuple(facts["block"])})) for facts in data["descriptors"]
         )

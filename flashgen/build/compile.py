@@ -16,13 +16,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flashgen.build.artifact import Artifact
 from flashgen.build.versions import triton_version
-from flashgen.codegen.abi import Abi, Arg, DescriptorFacts
+from flashgen.codegen.abi import Abi, Arg, DescriptorFacts, Part
 from flashgen.codegen.source import KernelSource, Toolchain, write, write_whole
 from flashgen.errors import CompileFailed, CompilerUnavailable, DoesNotFit
 from flashgen.settings import SETTINGS
@@ -31,7 +32,7 @@ from flashgen.spec.target import KIB, Target
 
 # Triton's numbering of element types on the device differs from the driver's from 8 (fp64) on.
 _DRIVER_ELEMENT_TYPE = {8: 10, 9: 8, 10: 9}
-_FORMAT = 2  # of the cached artifacts
+_FORMAT = 3  # of the cached artifacts
 # What a compiler's message says when the machine failed it and the kernel is not to blame.
 _MACHINE_SAYS = {
     "No space left on device": errno.ENOSPC,
@@ -77,11 +78,10 @@ def compile_kernel(
             loop over keys has.
     """
     cache = cache or SETTINGS.cache_dir()
-    abi = source.abi(facts)
-    key = artifact_key(source, abi, target)
+    key = artifact_key(source, facts, target)
     stored = _read(cache / "artifacts", key)
     if stored is None:
-        stored = _compile_somewhere(source, abi, target, cache / "kernels")
+        stored = _compile_somewhere(source, facts, target, cache / "kernels")
         _write(cache / "artifacts", key, stored)
     if stored.shared_bytes > target.shared_per_block:
         raise DoesNotFit(
@@ -91,9 +91,10 @@ def compile_kernel(
     return stored
 
 
-def artifact_key(source: KernelSource, abi: Abi, target: Target) -> str:
-    """Content hash of everything the cubin depends on."""
-    parts = [_FORMAT, source.text, json.dumps(abi.to_json()), target.arch, source.toolchain.triton]
+def artifact_key(source: KernelSource, facts: CallFacts, target: Target) -> str:
+    """Content hash of everything the cubins depend on."""
+    abis = [source.abi(facts, part).to_json() for part in (None, *source.parts)]
+    parts = [_FORMAT, source.text, json.dumps(abis), target.arch, source.toolchain.triton]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
@@ -110,16 +111,16 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _compile_somewhere(source: KernelSource, abi: Abi, target: Target, wanted: Path) -> Artifact:
+def _compile_somewhere(source: KernelSource, facts: CallFacts, target: Target, wanted: Path) -> Artifact:
     """In the wanted folder; in one that goes away if that or Triton's own is full or not for us to write."""
     try:
         try:
-            return _compile(source, abi, target, wanted)
+            return _compile(source, facts, target, wanted)
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise  # no folder has more of it
         with scratch() as folder:
-            return _compile(source, abi, target, folder)
+            return _compile(source, facts, target, folder)
     except OSError as error:
         raise CompilerUnavailable(
             error.errno or errno.EIO,
@@ -128,10 +129,24 @@ def _compile_somewhere(source: KernelSource, abi: Abi, target: Target, wanted: P
         ) from error
 
 
-def _compile(source: KernelSource, abi: Abi, target: Target, folder: Path) -> Artifact:
+def _compile(source: KernelSource, facts: CallFacts, target: Target, folder: Path) -> Artifact:
+    """All kernels of a file."""
+    module = load_module(write(source, folder))
+
+    def compiled(name: str, part: Part | None) -> Artifact:
+        return _compile_one(source, getattr(module, name), source.abi(facts, part), target)
+
+    return replace(
+        compiled(source.name, None),
+        before=tuple(compiled(part.name, part) for part in source.parts if part.before),
+        after=tuple(compiled(part.name, part) for part in source.parts if not part.before),
+        scratch=source.scratch,
+    )
+
+
+def _compile_one(source: KernelSource, function: Any, abi: Abi, target: Target) -> Artifact:
     from triton.backends.compiler import GPUTarget
 
-    function = getattr(load_module(write(source, folder)), source.name)
     try:
         compiled = triton_compile(function, abi, GPUTarget("cuda", target.arch, 32))
     except OSError:
@@ -320,7 +335,9 @@ def _read(folder: Path, key: str) -> Artifact | None:
     try:
         data = json.loads((folder / f"{key}.json").read_text())
         ptx = (folder / f"{key}.ptx").read_text()
-        return Artifact.from_json(data, (folder / f"{key}.cubin").read_bytes(), ptx)
+        names = [part["name"] for part in (*data.get("before", ()), *data.get("after", ()))]
+        parts = {name: (folder / f"{key}.{name}.cubin").read_bytes() for name in names}
+        return Artifact.from_json(data, (folder / f"{key}.cubin").read_bytes(), ptx, parts)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -328,6 +345,7 @@ def _read(folder: Path, key: str) -> Artifact | None:
 def _write(folder: Path, key: str, artifact: Artifact) -> None:
     """Caches an artifact; the description comes last, so that a reader never sees half of one."""
     contents = {
+        **{f"{part.name}.cubin": part.cubin for part in artifact.parts},
         "cubin": artifact.cubin,
         "ptx": artifact.ptx.encode(),
         "json": json.dumps(artifact.to_json()).encode(),

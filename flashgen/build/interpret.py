@@ -6,19 +6,28 @@ TRITON_INTERPRET=1, and such a process compiles nothing.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from flashgen.build.compile import load_module
-from flashgen.codegen.abi import Abi, Arg
+from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, Arg, Scratch, environment_names
 from flashgen.codegen.source import KernelSource, write
 from flashgen.errors import FlashGenError
 from flashgen.spec.attention import CallFacts
 
+_TORCH_NAMES = {
+    "i32": "int32",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn",
+}
+
 
 def interpret(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> None:
-    """Runs every program of the grid, one after the other, writing into the environment's tensors.
+    """Runs every program of each of the file's kernels, one after the other, writing into the tensors.
 
     Args:
         source: rendered for `Toolchain(interpret=True)`.
@@ -33,22 +42,42 @@ def interpret(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> N
         raise FlashGenError(
             "needs a process with TRITON_INTERPRET=1 and a source for Toolchain(interpret=True)"
         )
-    abi = source.abi(facts)
-    values = dict(zip(abi.environment, env, strict=True))
+    values = dict(zip(environment_names(source.spec), env, strict=True))
+    for buffer in source.scratch:
+        values |= _allocated(buffer, values)
+    before = [part for part in source.parts if part.before]
+    after = [part for part in source.parts if not part.before]
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
-        kernel = getattr(load_module(write(source, Path(folder))), source.name)
-        blocks = abi.grid.blocks(values["batch"], values["heads"], values["q_len"], multiprocessors=1)
-        kernel[(blocks,)](*(_value(arg, abi, values) for arg in abi.args))
+        module = load_module(write(source, Path(folder)))
+        for part in (*before, None, *after):
+            abi = source.abi(facts, part)
+            heads, rows = (values[name] for name in GRID_RULES[abi.grid.rule])
+            blocks = abi.grid.blocks(values["batch"], heads, rows, multiprocessors=1)
+            kernel = getattr(module, part.name if part else source.name)
+            kernel[(blocks,)](*(_value(arg, values) for arg in abi.args))
 
 
-def _value(arg: Arg, abi: Abi, values: dict[str, Any]) -> Any:
+def _allocated(buffer: Scratch, values: dict[str, Any]) -> dict[str, Any]:
+    """A buffer's entries of the environment. What nobody wrote is all ones, which is NaN, or -1."""
+    import torch
+
+    shape = [extent.of(values[extent.size] if extent.size else 1) for extent in buffer.extents]
+    size = math.prod(shape) * ELEMENT_BYTES[buffer.dtype]
+    memory = torch.full((size,), 255, dtype=torch.uint8).view(getattr(torch, _TORCH_NAMES[buffer.dtype]))
+    tensor = memory.view(shape)
+    return dict(zip(buffer.names, (tensor, *tensor.stride(), *shape), strict=True))
+
+
+def _value(arg: Arg, values: dict[str, Any]) -> Any:
     """What the kernel receives: the environment's entry, or a descriptor over a chunk of a tensor."""
     value = values[arg.source]
     if not arg.is_descriptor:
         return value if arg.constant is None else arg.constant
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    strides = [values[f"{arg.source}.stride.{axis}"] for axis in ("batch", "head", "row", "dim")]
+    strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
+    if arg.source.startswith("scratch."):
+        return TensorDescriptor(value, list(value.shape), strides, list(arg.box))
     heads = values["heads" if arg.source == "q" else "kv_heads"]
     rows = values["q_len" if arg.source == "q" else "k_len"]
     dims = values["head_dim_v" if arg.source == "v" else "head_dim"]

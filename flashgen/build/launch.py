@@ -1,4 +1,4 @@
-"""Kernel: a loaded cubin with one `launch`, made from its ABI alone.
+"""Kernel: a loaded cubin with one `launch`, made from its ABI alone. Chain: several, for one call.
 
 The tuner, the dispatcher and bundles all launch through here, by the CUDA driver and ctypes: triton is
 not imported and no C compiler is used (Triton's own launcher builds C at first use).
@@ -15,7 +15,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -33,8 +33,8 @@ from flashgen.build.driver import (
     Driver,
     driver,
 )
-from flashgen.build.workspace import Workspaces
-from flashgen.codegen.abi import AXES, WORKSPACE, Arg, DescriptorFacts
+from flashgen.build.workspace import Workspaces, scratch_memory
+from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, WORKSPACE, Arg, DescriptorFacts, Scratch
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.spec.target import KIB
 
@@ -53,6 +53,13 @@ _EXTENTS = {
     "out": ("batch", "heads", "q_len", "head_dim_v"),
 }
 _RANK = len(AXES)
+
+
+def _extents(source: str) -> tuple[str, ...]:
+    """Where the environment has the extents of a tensor."""
+    return _EXTENTS.get(source) or tuple(f"{source}.extent.{axis}" for axis in AXES)
+
+
 _SHAPE = struct.Struct("=4i4q").pack_into  # a descriptor's extents and strides, passed beside it
 _SHAPE_BYTES = 48
 _TILED = struct.Struct("=4Q3Q").pack_into  # the same as cuTensorMapEncodeTiled reads them, innermost first
@@ -64,6 +71,7 @@ _GRID_X, _STREAM = 0, 4  # in CUlaunchConfig, counted in u32 and in u64
 _INTERLEAVE_NONE, _L2_PROMOTION_128B, _FILL_ZERO = 0, 2, 0
 
 _KEPT_GEOMETRIES = 32
+_BUFFER_ALIGNMENT = 256  # of scratch buffers: more than a descriptor or a vector load needs
 
 
 def parameter_sizes(artifact: Artifact) -> tuple[int, ...]:
@@ -136,7 +144,7 @@ class _Descriptor:
         self.arg, self.facts, self._memory, self._shape_at = arg, facts, memory, shape_at
         self.pointer = entry[arg.source]
         """Where the environment has the tensor's address."""
-        self.geometry = [entry[name] for name in _EXTENTS[arg.source]]
+        self.geometry = [entry[name] for name in _extents(arg.source)]
         """Where it has the extents and strides."""
         self.geometry += [entry[f"{arg.source}.stride.{axis}"] for axis in AXES]
         self.offset_bytes = arg.offset * facts.elem_size
@@ -301,7 +309,7 @@ class Kernel:
         "_multiprocessors",
         "_pack",
         "_params_address",
-        "_q_len",
+        "_rows",
         "_stream",
         "_workspace",
         "artifact",
@@ -441,7 +449,8 @@ class Kernel:
         self._workspace = _workspaces(self.device_index).address if takes_workspace else None
         self._blocks = artifact.abi.grid.blocks
         self._multiprocessors = self._driver.device_attribute(self.device_index, SM_COUNT)
-        self._batch, self._heads, self._q_len = (entry[name] for name in ("batch", "heads", "q_len"))
+        sizes = ("batch", *GRID_RULES[artifact.abi.grid.rule])
+        self._batch, self._heads, self._rows = (entry[name] for name in sizes)
         self._kernel_launch = self._driver.raw("cuLaunchKernelEx")
         self._get_current = self._driver.raw("cuCtxGetCurrent")
         self._current = ctypes.c_void_p()
@@ -463,7 +472,7 @@ class Kernel:
 
         Safe to call from several threads. The GPU need not be the current one.
         """
-        blocks = self._blocks(env[self._batch], env[self._heads], env[self._q_len], self._multiprocessors)
+        blocks = self._blocks(env[self._batch], env[self._heads], env[self._rows], self._multiprocessors)
         if not 0 < blocks <= MAX_BLOCKS:
             if blocks == 0:
                 return
@@ -514,3 +523,74 @@ class Kernel:
                     f"{arg.name} of type {arg.type}; a call with such strides needs a kernel for wide offsets"
                 )
         return InvalidArgument(f"{self.artifact.name}: {error}")
+
+
+class Chain:
+    """The kernels of one call, launched one after another on its stream, and the buffers that they share.
+
+    Args:
+        artifact: the main kernel with its parts.
+        device_index: the GPU, as torch and the CUDA runtime count them.
+        on: the driver to use; the process's own by default.
+    """
+
+    def __init__(self, artifact: Artifact, device_index: int = 0, *, on: Driver | None = None) -> None:
+        self.artifact = artifact
+        self.main = Kernel(artifact, device_index, on=on)
+        self._before = [Kernel(part, device_index, on=on) for part in artifact.before]
+        self._after = [Kernel(part, device_index, on=on) for part in artifact.after]
+        self._kernels = (*self._before, self.main, *self._after)
+        entry = {name: i for i, name in enumerate(artifact.abi.environment)}
+        self._buffers = [_Buffer(buffer, entry) for buffer in artifact.scratch]
+        self._given = len(entry) - sum(len(buffer.names) for buffer in artifact.scratch)
+        self._allocate = partial(scratch_memory, device_index)
+
+    @property
+    def registers(self) -> int:
+        """Of the main kernel; see `Kernel`."""
+        return self.main.registers
+
+    @property
+    def local_bytes(self) -> int:
+        """Of the main kernel; see `Kernel`."""
+        return self.main.local_bytes
+
+    def launch(self, env: tuple[Any, ...], stream: int) -> None:
+        """Enqueues all kernels; see `Kernel.launch`. The stream is torch's current one.
+
+        The buffers go back to torch's allocator as soon as the kernels are enqueued: what takes their place
+        on this stream is written after them.
+        """
+        sized = [buffer.laid_out(env) for buffer in self._buffers]
+        memory = self._allocate(sum(size for size, _ in sized))
+        address, given = memory.data_ptr(), env[: self._given]
+        for size, layout in sized:
+            given += (address, *layout)
+            address += size
+        for kernel in self._kernels:
+            kernel.launch(given, stream)
+
+    def unload(self) -> None:
+        """Unloads all modules; see `Kernel.unload`."""
+        for kernel in self._kernels:
+            kernel.unload()
+
+
+class _Buffer:
+    """A scratch buffer: from a call's sizes to its bytes, strides and extents."""
+
+    def __init__(self, buffer: Scratch, entry: dict[str, int]) -> None:
+        self._axes = [(entry[each.size] if each.size else None, each) for each in buffer.extents]
+        self._element = ELEMENT_BYTES[buffer.dtype]
+
+    def laid_out(self, env: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
+        """Bytes, a multiple of `_BUFFER_ALIGNMENT`, then four strides and four extents."""
+        batch, heads, rows, dims = (each.of(1 if at is None else env[at]) for at, each in self._axes)
+        size = batch * heads * rows * dims * self._element
+        strides = (heads * rows * dims, rows * dims, dims, 1)
+        return -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT, (*strides, batch, heads, rows, dims)
+
+
+def load_kernel(artifact: Artifact, device_index: int = 0, *, on: Driver | None = None) -> Kernel | Chain:
+    """What serves the calls of an artifact on a GPU; arguments and errors as for `Kernel`."""
+    return (Chain if artifact.parts else Kernel)(artifact, device_index, on=on)

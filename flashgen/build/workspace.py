@@ -1,4 +1,6 @@
-"""Workspaces: a few zeroed bytes of a GPU for each stream, which every kernel that uses them leaves zeroed.
+"""What kernels write into beside their output: workspaces, and the buffers that a call's kernels share.
+
+A workspace is a few zeroed bytes of a GPU for each stream, which every kernel that uses them leaves zeroed.
 
 A persistent kernel's programs take tiles from a counter. Kernels of one stream run one after another and may
 share it; kernels of different streams may not. A launch that a CUDA graph captures gets one of its own, which
@@ -32,3 +34,11 @@ class Workspaces:
             made = torch.zeros(WORDS, dtype=torch.int32, device=self._device)
             held = self._held.setdefault(stream, made)
         return held.data_ptr()
+
+
+def scratch_memory(device_index: int, size: int) -> torch.Tensor:
+    """So many bytes of a GPU, of torch's allocator and for its current stream, as they are.
+
+    While a CUDA graph is captured they come from the graph's own pool.
+    """
+    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device_index))

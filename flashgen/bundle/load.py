@@ -10,13 +10,14 @@ import hashlib
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashgen.build.artifact import Artifact
 from flashgen.build.device import device_count, live_target
-from flashgen.build.launch import Kernel
+from flashgen.build.launch import Chain, Kernel, load_kernel
 from flashgen.bundle.manifest import (
     FOLDERS,
     FORMAT,
@@ -95,8 +96,8 @@ def _verify(path: Path) -> tuple[BundleReport, Manifest | None, dict[str, Artifa
             del contents[name]
     artifacts: dict[str, Artifact] = {}
     for entry in manifest.kernels:
-        if entry.cubin in contents:
-            artifact = _artifact(entry, contents[entry.cubin], manifest.target, problems)
+        if all(name in contents for name in entry.cubins):
+            artifact = _artifact(entry, contents, manifest.target, problems)
             if artifact is not None:
                 artifacts[entry.cubin] = artifact
     report = BundleReport(
@@ -112,19 +113,24 @@ def _verify(path: Path) -> tuple[BundleReport, Manifest | None, dict[str, Artifa
     return report, manifest, artifacts
 
 
-def _artifact(entry: KernelEntry, cubin: bytes, target: Target, problems: list[str]) -> Artifact | None:
+def _artifact(
+    entry: KernelEntry, contents: Mapping[str, bytes], target: Target, problems: list[str]
+) -> Artifact | None:
     try:
-        artifact = Artifact.from_json(entry.artifact, cubin)
+        parts = {name: contents[file] for name, file in entry.parts.items()}
+        artifact = Artifact.from_json(entry.artifact, contents[entry.cubin], parts=parts)
     except Exception as error:  # each constructor refuses in its own way
         problems.append(f"{entry.cubin} is described wrongly: {type(error).__name__}: {error}")
         return None
-    if artifact.arch != target.arch:
-        problems.append(f"{entry.cubin} is for sm_{artifact.arch}, the bundle for {target.describe()}")
-    if artifact.shared_bytes > target.shared_per_block:
-        problems.append(
-            f"{entry.cubin} needs {artifact.shared_bytes} B of shared memory a block, "
-            f"{target.describe()} has {target.shared_per_block} B"
-        )
+    for each in (artifact, *artifact.parts):
+        name = entry.parts.get(each.name, entry.cubin)
+        if each.arch != target.arch:
+            problems.append(f"{name} is for sm_{each.arch}, the bundle for {target.describe()}")
+        if each.shared_bytes > target.shared_per_block:
+            problems.append(
+                f"{name} needs {each.shared_bytes} B of shared memory a block, "
+                f"{target.describe()} has {target.shared_per_block} B"
+            )
     return artifact
 
 
@@ -196,7 +202,7 @@ class Bundle:
         self._of_spec: dict[AttentionSpec, list[KernelEntry]] = {}
         for entry in sorted(manifest.kernels, key=strictness):
             self._of_spec.setdefault(entry.spec, []).append(entry)
-        self._loaded: dict[tuple[str, int], Kernel] = {}
+        self._loaded: dict[tuple[str, int], Kernel | Chain] = {}
         self._checked: set[int] = set()
         self._lock = threading.Lock()
 
@@ -231,7 +237,9 @@ class Bundle:
                 return entry
         return None
 
-    def kernel(self, spec: AttentionSpec, config: Config, facts: CallFacts, device_index: int = 0) -> Kernel:
+    def kernel(
+        self, spec: AttentionSpec, config: Config, facts: CallFacts, device_index: int = 0
+    ) -> Kernel | Chain:
         """A kernel of the bundle, ready to launch on a GPU; loaded at the first use there, then kept.
 
         Args:
@@ -260,14 +268,14 @@ class Bundle:
         entry = self.find(spec, None, facts)
         return None if entry is None else entry.config
 
-    def _load(self, entry: KernelEntry, device_index: int) -> Kernel:
+    def _load(self, entry: KernelEntry, device_index: int) -> Kernel | Chain:
         with self._lock:
             kernel = self._loaded.get((entry.cubin, device_index))
             if kernel is None:
                 if device_index not in self._checked:
                     check_target(self, device_index)
                     self._checked.add(device_index)
-                kernel = Kernel(self._artifacts[entry.cubin], device_index)
+                kernel = load_kernel(self._artifacts[entry.cubin], device_index)
                 self._loaded[entry.cubin, device_index] = kernel
             return kernel
 

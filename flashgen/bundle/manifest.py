@@ -15,11 +15,11 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from flashgen.build.artifact import Artifact
-from flashgen.codegen.abi import Abi, environment_names
+from flashgen.codegen.abi import AXES, Abi, Part, Scratch, environment_names
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.family import Tiling
 from flashgen.errors import BundleError, InvalidArgument
@@ -41,6 +41,7 @@ FOLDERS = ("kernels", "cubins")
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILE_BYTES = 64 << 20
 MAX_FILES = 100_000
+MAX_PARTS = 8
 
 _NAME = re.compile(
     r"(kernels/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.py|cubins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.cubin)"
@@ -59,13 +60,13 @@ _ABI = {
         },
         MAX_FILES,
     ),
-    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT, "programs": _COUNT},
+    "grid": {"rule": Text(), "block_m": _COUNT, "pack": _COUNT, "programs": _COUNT, "splits": _COUNT},
     "num_warps": _COUNT,
     "num_stages": _COUNT,
     "max_registers": _COUNT,
     "facts": {"access": Text(), "tma": Flag(), "wide": Flag()},
 }
-_ARTIFACT = {
+_KERNEL = {
     "name": Text(),
     "cubin_sha256": Text(),
     "abi": _ABI,
@@ -78,6 +79,15 @@ _ARTIFACT = {
     ),
     "triton": Text(),
     "arch": _COUNT,
+}
+_EXTENT = {"size": Text(), "divisor": _COUNT, "times": _COUNT, "plus": _COUNT}
+_ARTIFACT = {
+    **_KERNEL,
+    "before": Absent(ListOf(_KERNEL, MAX_PARTS)),
+    "after": Absent(ListOf(_KERNEL, MAX_PARTS)),
+    "scratch": Absent(
+        ListOf({"name": Text(), "dtype": Text(), "extents": ListOf(_EXTENT, len(AXES))}, MAX_PARTS)
+    ),
 }
 _BODY = {
     "target": form.TARGET,
@@ -101,6 +111,7 @@ _BODY = {
             "config": form.CONFIG,
             "source": Text(),
             "cubin": Text(),
+            "parts": Absent(Each(Text(), MAX_PARTS)),
             "artifact": _ARTIFACT,
         },
         MAX_FILES,
@@ -145,6 +156,13 @@ class KernelEntry:
     cubin: str
     artifact: dict[str, Any]
     """As `Artifact.to_json` gave it."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """The cubins of the kernels that run before and after it, by their names."""
+
+    @property
+    def cubins(self) -> tuple[str, ...]:
+        """All of its cubins, its own first."""
+        return (self.cubin, *self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +209,7 @@ class Manifest:
                 "config": kernel.config.to_json(),
                 "source": kernel.source,
                 "cubin": kernel.cubin,
+                **({"parts": kernel.parts} if kernel.parts else {}),
                 "artifact": kernel.artifact,
             }
             for kernel in self.kernels
@@ -256,7 +275,7 @@ def _read(body: dict[str, Any]) -> Manifest:
             )
     target = Target.from_json(body["target"])
     kernels = _each("kernels", body["kernels"], _read_kernel)
-    named = {name for kernel in kernels for name in (kernel.source, kernel.cubin)}
+    named = {name for kernel in kernels for name in (kernel.source, *kernel.cubins)}
     if different := named ^ files.keys():
         raise BundleError(f"{MANIFEST} contradicts itself about {form.brief(', '.join(sorted(different)))}")
     records = _each("entries", body["entries"], lambda entry: _read_record(entry, target))
@@ -315,14 +334,22 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
         raise InvalidArgument(f"config: {reason}")
     artifact = entry["artifact"]
     abi = Abi.from_json(artifact["abi"])
-    if abi.environment != environment_names(spec):
-        raise InvalidArgument(
-            f"{entry['cubin']} expects its call's values in another order than this FlashGen gives them"
-        )
+    parts = [*artifact.get("before", ()), *artifact.get("after", ())]
+    scratch = tuple(Scratch.from_json(each) for each in artifact.get("scratch", ()))
+    for each in (abi, *(Abi.from_json(part["abi"]) for part in parts)):
+        if each.environment != environment_names(spec, scratch) or each.facts != abi.facts:
+            raise InvalidArgument(
+                f"{entry['cubin']} expects its call's values in another order than this FlashGen gives them"
+            )
+    if {part["name"] for part in parts} != entry.get("parts", {}).keys():
+        raise InvalidArgument(f"the parts of {entry['cubin']} are not those that its artifact has")
     if spec.return_lse != any(arg.source == "lse" for arg in abi.args):
         raise InvalidArgument(f"its arguments do not have what return_lse={spec.return_lse} says")
     if family is not None:
         _agrees_with(config, family.tiling(config), abi, artifact["num_warps"])
+        _parts_agree(config, family.parts(config, spec), artifact)
+        if scratch != family.scratch(config, spec):
+            raise InvalidArgument(f"artifact.scratch contradicts the config {config.name}")
     return KernelEntry(
         spec=spec,
         config=config,
@@ -330,10 +357,11 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
         source=entry["source"],
         cubin=entry["cubin"],
         artifact=artifact,
+        parts=entry.get("parts", {}),
     )
 
 
-_GRID = ("rule", "block_m", "pack", "programs")
+_GRID = ("rule", "block_m", "pack", "programs", "splits")
 
 
 def _agrees_with(config: Config, tiling: Tiling, abi: Abi, warps: int) -> None:
@@ -348,6 +376,15 @@ def _agrees_with(config: Config, tiling: Tiling, abi: Abi, warps: int) -> None:
     for name, (value, known) in told.items():
         if value != known:
             raise InvalidArgument(f"artifact.{name}={value} contradicts the config {config.name}")
+
+
+def _parts_agree(config: Config, parts: tuple[Part, ...], artifact: dict[str, Any]) -> None:
+    """The kernels before and after the main one are those of its config."""
+    for when in ("before", "after"):
+        told = [(each["name"], Abi.from_json(each["abi"]).grid) for each in artifact.get(when, ())]
+        known = [(part.name, part.grid) for part in parts if part.before == (when == "before")]
+        if told != known:
+            raise InvalidArgument(f"artifact.{when} contradicts the config {config.name}")
 
 
 def _writer(body: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from flashgen.build.artifact import Artifact
 from flashgen.bundle.manifest import (
     FOLDERS,
     MANIFEST,
@@ -129,9 +130,11 @@ def _collect(
         text = kernel.text.encode()
         source = f"kernels/{_stem(kernel)}-{hashlib.sha256(text).hexdigest()[:12]}.py"
         cubin = f"cubins/{_stem(kernel)}-{_kind(kernel.facts)}-{kernel.artifact.cubin_sha256[:12]}.cubin"
+        parts = {part.name: _part_file(kernel, part) for part in kernel.artifact.parts}
         contents[source], contents[cubin] = text, kernel.artifact.cubin
+        contents |= {parts[part.name]: part.cubin for part in kernel.artifact.parts}
         entry = KernelEntry(
-            kernel.spec, kernel.config, kernel.facts, source, cubin, kernel.artifact.to_json()
+            kernel.spec, kernel.config, kernel.facts, source, cubin, kernel.artifact.to_json(), parts
         )
         entries.setdefault((kernel.spec, kernel.config, kernel.facts), entry)
     manifest = Manifest(
@@ -160,6 +163,10 @@ def _collect(
 def _stem(kernel: BundledKernel) -> str:
     """The kernel's name as part of a file name."""
     return re.sub(r"[^A-Za-z0-9_]", "_", kernel.artifact.name)[:150]
+
+
+def _part_file(kernel: BundledKernel, part: Artifact) -> str:
+    return f"cubins/{part.name}-{_kind(kernel.facts)}-{part.cubin_sha256[:12]}.cubin"
 
 
 def _kind(facts: CallFacts) -> str:

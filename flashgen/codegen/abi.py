@@ -21,16 +21,26 @@ AXES = ("batch", "head", "row", "dim")
 SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_dim", "head_dim_v")
 
 
-GRID_RULES = ("row_tiles", "persistent")
+GRID_RULES = {
+    "row_tiles": ("heads", "q_len"),
+    "persistent": ("heads", "q_len"),
+    "key_tiles": ("kv_heads", "k_len"),
+}
+"""Which sizes a grid's tiles cover: heads, and rows of each."""
 
 WORKSPACE = "workspace"
 """Beside the environment: zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
 
+ELEMENT_BYTES = {"i32": 4, "fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
+"""Of the buffers that a call's kernels share."""
+
 # What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
-_POINTER, _DESCRIPTOR = r"\*[a-z]+\d+", r"tensordesc<[a-z]+\d+\[1,\d+,\d+,\d+\]>"
+_POINTER, _DESCRIPTOR = r"\*[a-z]+\w+", r"tensordesc<[a-z]+\w+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
     r"lse|operand\.\w+": _POINTER,
+    r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
+    r"scratch\.\w+\.extent\.\w+": "i32",
     "|".join(SIZES): "i32",
     "scale": "fp32",
     r"param\.\w+": "i32|fp32",
@@ -42,6 +52,10 @@ _RANGES = {
     "grid.block_m": (1, 1024),
     "grid.pack": (1, 64),
     "grid.programs": (1, 32),
+    "grid.splits": (1, 1024),
+    "extent.divisor": (1, 1 << 16),
+    "extent.times": (0, 1 << 16),
+    "extent.plus": (0, 1 << 16),
     "max_registers": (0, 255),
     "num_warps": (1, 32),
     "num_stages": (1, 64),
@@ -60,12 +74,76 @@ def _check_range(name: str, value: int) -> None:
         raise InvalidArgument(f"{name}={value!r} must be a whole number from {least} to {most}")
 
 
-def environment_names(spec: AttentionSpec) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Length of an axis, from a size of the call: ceil(size / divisor) * times + plus."""
+
+    size: str = ""
+    """A name of `SIZES`; empty counts 1."""
+    divisor: int = 1
+    times: int = 1
+    plus: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size and self.size not in SIZES:
+            raise UnknownName("extent.size", self.size, SIZES)
+        for name in ("divisor", "times", "plus"):
+            _check_range(f"extent.{name}", getattr(self, name))
+
+    def of(self, size: int) -> int:
+        """The length, given what `size` names."""
+        return -(-size // self.divisor) * self.times + self.plus
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A buffer of one call, contiguous, not initialised: what one of its kernels leaves for a later one."""
+
+    name: str
+    dtype: str
+    """A key of `ELEMENT_BYTES`."""
+    extents: tuple[Extent, Extent, Extent, Extent]
+    """Along `AXES`, whatever they mean to the kernels."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
+            raise InvalidArgument(f"scratch.name={self.name!r} must be a name of small letters")
+        if self.dtype not in ELEMENT_BYTES:
+            raise UnknownName("scratch.dtype", self.dtype, ELEMENT_BYTES)
+        if len(self.extents) != len(AXES):
+            raise InvalidArgument(
+                f"scratch {self.name} must have {len(AXES)} extents, not {len(self.extents)}"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its entries of the environment: address, strides (elements), extents."""
+        at = f"scratch.{self.name}"
+        return (
+            at,
+            *(f"{at}.stride.{axis}" for axis in AXES),
+            *(f"{at}.extent.{axis}" for axis in AXES),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a bundle's manifest."""
+        extents = [{name: getattr(each, name) for name in Extent.__slots__} for each in self.extents]
+        return {"name": self.name, "dtype": self.dtype, "extents": extents}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Scratch:
+        """The inverse of `to_json`."""
+        batch, head, row, dim = (Extent(**each) for each in data["extents"])
+        return cls(data["name"], data["dtype"], (batch, head, row, dim))
+
+
+def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) -> tuple[str, ...]:
     """Names of the call environment's entries, in order.
 
     First the pointers `q k v out lse`, then four strides (elements) of q, k, v and out, then the
     sizes and the scale, then the numeric parameters (`param.left`), then for each operand its
-    pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`).
+    pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). A launch
+    of several kernels adds the entries of each buffer that they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
     names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
@@ -76,7 +154,7 @@ def environment_names(spec: AttentionSpec) -> tuple[str, ...]:
         for operand in rule.operands:
             names.append(f"operand.{operand.name}")
             names += [f"operand.{operand.name}.stride.{axis}" for axis in range(operand.rank)]
-    return tuple(names)
+    return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +190,7 @@ class Grid:
     """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.
 
     x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
-    is as many at most as the GPU has multiprocessors.
+    is as many at most as the GPU has multiprocessors; `key_tiles` counts key heads and keys instead.
     """
 
     rule: str
@@ -121,11 +199,13 @@ class Grid:
     """Heads of one key head that a tile holds."""
     programs: int = 1
     """Of each multiprocessor, where the grid is persistent."""
+    splits: int = 1
+    """Programs that share a tile, each with a part of its keys."""
 
-    def blocks(self, batch: int, heads: int, q_len: int, multiprocessors: int) -> int:
-        """Number of programs on x."""
-        tiles = -(-q_len // self.block_m) * (heads // self.pack) * batch
-        return tiles if self.rule == "row_tiles" else min(tiles, multiprocessors * self.programs)
+    def blocks(self, batch: int, heads: int, rows: int, multiprocessors: int) -> int:
+        """Number of programs on x; heads and rows are the sizes that the rule covers."""
+        tiles = -(-rows // self.block_m) * (heads // self.pack) * batch * self.splits
+        return tiles if self.rule != "persistent" else min(tiles, multiprocessors * self.programs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +228,7 @@ class Abi:
         _check_range("grid.block_m", self.grid.block_m)
         _check_range("grid.pack", self.grid.pack)
         _check_range("grid.programs", self.grid.programs)
+        _check_range("grid.splits", self.grid.splits)
         _check_range("max_registers", self.max_registers)
         _check_range("num_warps", self.num_warps)
         _check_range("num_stages", self.num_stages)
@@ -164,7 +245,8 @@ class Abi:
         if not re.fullmatch(types, arg.type):
             raise InvalidArgument(f"{arg.name}: type={arg.type!r} cannot take {arg.source}; allowed: {types}")
         _check_range("divisor", arg.divisor)
-        if arg.divisor > 1 and self.facts.access != "aligned" and arg.source not in _ALLOCATED:
+        allocated = arg.source in _ALLOCATED or arg.source.startswith("scratch.")
+        if arg.divisor > 1 and self.facts.access != "aligned" and not allocated:
             raise InvalidArgument(f"{arg.name}: divisor={arg.divisor} needs aligned calls")
         unit = arg.source.endswith(".stride.dim") and self.facts.access != "strided"
         if arg.constant is not None and not (unit and arg.constant == 1):
@@ -197,6 +279,24 @@ class Abi:
             max_registers=data["max_registers"],
             facts=CallFacts(**data["facts"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Another kernel of a rendered file, which runs before or after the main one on the call's stream."""
+
+    name: str
+    """Of its function."""
+    before: bool
+    arguments: tuple[tuple[Arg, ...], ...]
+    """Of an aligned call, grouped as in the rendered signature."""
+    grid: Grid
+    num_warps: int = 4
+
+    @property
+    def signature(self) -> list[str]:
+        """Lines of parameters."""
+        return [", ".join(arg.name for arg in group) for group in self.arguments]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from flashgen.codegen.abi import Grid
+from flashgen.codegen.abi import Grid, Part, Scratch
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import SHORT_NAMES, Config, Value
@@ -92,6 +92,10 @@ class Family:
     """Or `gluon`."""
     derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
     """What else the template reads: values that follow from config and spec."""
+    parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
+    """The other kernels of a rendered file, in the order they run."""
+    scratch: Callable[[Config, AttentionSpec], tuple[Scratch, ...]] = lambda config, spec: ()
+    """Buffers of a call that the file's kernels share."""
 
     def config(self, **values: Value) -> Config:
         """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashgen.codegen.abi import WORKSPACE, Abi, Arg, environment_names
+from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Part, Scratch, environment_names
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
@@ -78,17 +78,22 @@ class KernelSource:
     """Of the syntax tree without comments, docstrings and the kernel's own name."""
     arguments: tuple[tuple[Arg, ...], ...]
     """Arguments of an aligned call, grouped as in the rendered signature."""
+    parts: tuple[Part, ...] = ()
+    """The file's other kernels, in the order they run."""
+    scratch: tuple[Scratch, ...] = ()
+    """Buffers of a call that its kernels share."""
 
-    def abi(self, facts: CallFacts) -> Abi:
-        """The arguments specialised for one kind of call."""
+    def abi(self, facts: CallFacts, part: Part | None = None) -> Abi:
+        """The arguments of the main kernel, or of a part, specialised for one kind of call."""
         tiling = FAMILIES[self.config.family].tiling(self.config)
+        groups = self.arguments if part is None else part.arguments
         return Abi(
-            environment=environment_names(self.spec),
-            args=tuple(_specialised(arg, self.spec, facts) for group in self.arguments for arg in group),
-            grid=tiling.grid,
-            max_registers=tiling.max_registers,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            environment=environment_names(self.spec, self.scratch),
+            args=tuple(_specialised(arg, self.spec, facts) for group in groups for arg in group),
+            grid=tiling.grid if part is None else part.grid,
+            max_registers=tiling.max_registers if part is None else 0,
+            num_warps=tiling.num_warps if part is None else part.num_warps,
+            num_stages=tiling.num_stages if part is None else 1,
             facts=facts,
         )
 
@@ -98,6 +103,8 @@ def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
     divisor, constant, kind = arg.divisor, arg.constant, arg.type
     if arg.source in ("out", "lse", WORKSPACE):  # allocated by FlashGen
         divisor = 16
+    elif arg.source.startswith("scratch."):  # as well, and what a stride divides by is the part's to say
+        divisor = 16 if arg.type.startswith("*") else divisor
     elif arg.source in ("q", "k", "v") and not arg.is_descriptor:
         divisor = 16 if facts.access == "aligned" else 1
     elif arg.source.endswith("stride.dim"):
@@ -240,6 +247,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
     """Renders one kernel. Pure: equal arguments give equal text; about 1 ms, then cached."""
     family = FAMILIES[config.family]
     arguments = _arguments(spec, config)
+    parts, scratch = family.parts(config, spec), family.scratch(config, spec)
     mask, score = render_mask(spec.mask), render_score(spec)
     name = kernel_name(spec, config)
     text = tidy(
@@ -252,6 +260,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             config=dict(config.values),
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
+            parts={part.name: part for part in parts},
             rule_arguments=[", ".join(arg.name for arg in group) for group in arguments if _of_rules(group)],
             q_chunks=chunks(spec, "Q"),
             k_chunks=chunks(spec, "K"),
@@ -264,7 +273,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             precision=f', input_precision="{spec.fp32_precision}"' if spec.dtype == "fp32" else "",
         )
     )
-    return KernelSource(spec, config, toolchain, name, text, kernel_hash(text), arguments)
+    return KernelSource(spec, config, toolchain, name, text, kernel_hash(text), arguments, parts, scratch)
 
 
 def write(source: KernelSource, folder: Path) -> Path:

@@ -57,7 +57,13 @@ def test_an_abi_comes_back_from_json(facts: CallFacts) -> None:
     for config in ("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic", "c1x1n64s4g4p1_late_lazy_tree_lane_plain"):
         made = abi(config, facts)
         assert Abi.from_json(made.to_json()) == made
-    assert PACKED.to_json()["grid"] == {"rule": "persistent", "block_m": 32, "pack": 4, "programs": 1}
+    assert PACKED.to_json()["grid"] == {
+        "rule": "persistent",
+        "block_m": 32,
+        "pack": 4,
+        "programs": 1,
+        "splits": 1,
+    }
     assert WORKSPACE in {arg["source"] for arg in PACKED.to_json()["args"]}
 
 
@@ -76,5 +82,5 @@ def test_a_grid_that_no_family_has_is_refused() -> None:
         replace(PACKED, grid=Grid("persistent", 32, 0))
     with pytest.raises(InvalidArgument, match=r"grid.pack=65 "):
         replace(PACKED, grid=Grid("persistent", 32, 65))
-    with pytest.raises(UnknownName, match="known: persistent, row_tiles"):
+    with pytest.raises(UnknownName, match="known: key_tiles, persistent, row_tiles"):
         replace(PACKED, grid=Grid("tiles", 32, 4))

@@ -90,7 +90,7 @@ def test_after_tuning_the_cache_holds_the_winners_and_a_call_compiles_nothing(
     assert summary.winner is not None and summary.winner.config in fastest.values()
     assert 1 <= len(fastest) < len(records) == 2 * 5, "of each family"
     sources = [render(work.spec, config, toolchain()) for config in fastest.values()]
-    keys = {artifact_key(source, source.abi(contiguous_facts(work)), H200) for source in sources}
+    keys = {artifact_key(source, contiguous_facts(work), H200) for source in sources}
     found = list((cache / "artifacts").iterdir())
     assert {file.stem for file in found} == keys and len(found) == 3 * len(keys)
     rendered = {file.name.rpartition("-")[0]: file for file in (cache / "kernels").glob("*.py")}
