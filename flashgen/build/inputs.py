@@ -139,6 +139,16 @@ def _right_padding(workload: Workload, operand: Operand, generator: torch.Genera
     return torch.arange(workload.k_len) < kept[:, None]
 
 
+def _documents(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
+    """Numbered from 0 in each sequence, the last one cut off at the sequence's end."""
+    least = -(-workload.k_len // 16)
+    most = max(least, workload.k_len // 4)
+    lengths = torch.randint(least, most + 1, (workload.batch, 16), generator=generator)
+    keys = torch.arange(workload.k_len).expand(workload.batch, -1).contiguous()
+    ids = torch.searchsorted(lengths.cumsum(1), keys, right=True)
+    return ids.to(_OPERAND_TORCH[operand.dtype])
+
+
 @dataclass(frozen=True, slots=True)
 class _Invention:
     draw: Callable[[Workload, Operand, torch.Generator], torch.Tensor]
@@ -146,8 +156,10 @@ class _Invention:
 
 
 _INTEGERS = ("i32", "i64")
+_DOCUMENTS = _Invention(_documents, "documents of lengths uniform in [k/16, k/4]")
 _INVENTIONS: Mapping[tuple[tuple[str, ...], str], _Invention] = {
     **{(("batch",), dtype): _Invention(_lengths, "lengths uniform in [k/2, k]") for dtype in _INTEGERS},
+    **{(("batch", index), dtype): _DOCUMENTS for index in ("max(q_pos, 0)", "k_idx") for dtype in _INTEGERS},
     (("batch", "k_idx"), "i1"): _Invention(_right_padding, "right padding, lengths uniform in [k/2, k]"),
 }
 """What a sensible operand is, by the symbols that index it and its dtype."""

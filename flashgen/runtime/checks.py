@@ -308,15 +308,22 @@ def _check_shapes(call: Call) -> None:
 SIZES_AT = len(TENSORS) + 1 + len(TENSORS) * len(AXES)
 """Where the sizes begin in a call environment: behind the pointers and the strides."""
 
-_SIZE_OF = {"batch": "batch", "head": "heads", "kv_head": "kv_heads", "q_idx": "q_len", "k_idx": "k_len"}
+_SIZE_OF = {
+    "batch": "batch",
+    "head": "heads",
+    "kv_head": "kv_heads",
+    "q_idx": "q_len",
+    "k_idx": "k_len",
+    "max(q_pos, 0)": "k_len",
+}
 _OPERAND_DTYPES = {
     ours: getattr(torch, theirs.removeprefix("torch.")) for theirs, ours in TORCH_DTYPES.items()
 }
 
 OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...], ...]]
 """An operand's name, dtype, and for each axis the entries of the call environment with the sizes it counts:
-those of the plain symbols that index it. The extent is the largest of them. An axis that anything else
-indexes counts nothing that could be compared."""
+those of the plain symbols, or positions, that index it. The extent is the largest of them. An axis that
+anything else indexes counts nothing that could be compared."""
 
 
 def operand_axes(mask: Rule, score_mod: ScoreMod | None) -> tuple[OperandAxes, ...]:
@@ -342,10 +349,11 @@ _AXES: dict[str, tuple[OperandAxes, ...]] = {}  # by text; no lru_cache, which t
 
 
 def _counted(rule: Rule, operand: Operand, axis: int) -> tuple[int, ...]:
-    indices = [load.indices[axis] for load in ex.loads(rule.expr) if load.operand == operand.name]
-    if any(not isinstance(index, ex.Symbol) or index.name not in _SIZE_OF for index in indices):
+    found = [load for load in ex.loads(rule.expr) if load.operand == operand.name]
+    indices = [ex.to_text(load.indices[axis]) for load in found]
+    if not all(index in _SIZE_OF for index in indices):
         return ()
-    names = {_SIZE_OF[index.name] for index in indices if isinstance(index, ex.Symbol)}
+    names = {_SIZE_OF[index] for index in indices}
     return tuple(sorted(SIZES_AT + SIZES.index(name) for name in names))
 
 

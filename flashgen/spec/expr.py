@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import product
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -101,8 +102,12 @@ SYMBOLS: Mapping[str, str] = {
 TILE_SYMBOLS: Mapping[str, str] = {
     "first": "first row of the tile at hand",
     "last": "last row of the tile at hand, included",
+    "q_first": "first query of a tile of queries and keys",
+    "q_last": "last query of it, included",
+    "k_first": "first key of it",
+    "k_last": "last key of it, included",
 }
-"""Further symbols, in the bounds that `tiles.ranges` derives."""
+"""Further symbols, in what `tiles` derives: the bounds of ranges, and the classes of tiles."""
 
 Q_POS: Expr = Apply("-", (Apply("+", (Symbol("q_idx"), Symbol("k_len"))), Symbol("q_len")))
 """What `q_pos` stands for."""
@@ -716,7 +721,7 @@ def bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
 
     Args:
         env: a number or an `Interval` for each symbol and parameter, and a table for each operand; what is
-            missing is unknown. A load is exact if its table is there and its indices are single values.
+            missing is unknown. A load is anything that its table has between the bounds of its indices.
     """
     return interval.widened(_bounds(expr, env))
 
@@ -732,10 +737,14 @@ def _bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
     parts = [bounds(part, env) for part in children(expr)]
     if isinstance(expr, Apply):
         return OPERATIONS[expr.op].interval(*parts)
-    if expr.operand in env and all(part.lo == part.hi for part in parts):
-        value = _gather(env[expr.operand], *(part.lo for part in parts))
-        return Interval(value, value)
-    return interval.EVERYTHING
+    if expr.operand not in env or not all(isinstance(end, int) for part in parts for end in part):
+        return interval.EVERYTHING
+    places = product(*(range(int(part.lo), int(part.hi) + 1) for part in parts))
+    try:
+        values = [_gather(env[expr.operand], *place) for place in places]
+    except IndexError:  # bounds that are wider than what is read
+        return interval.EVERYTHING
+    return Interval(min(values), max(values))
 
 
 def derivative(expr: Expr, wrt: str = "score") -> Expr:

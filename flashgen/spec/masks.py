@@ -84,6 +84,14 @@ _KEY_PADDING = {
     for dtype in ("i32", "i64")
 }
 _KEY_PADDING["i1"] = _rule("key_keep[batch, k_idx] where key_keep: i1", "key_keep", 'key_padding("keep")')
+_DOCUMENT = {
+    dtype: _rule(
+        f"(q_pos >= 0) & (doc_ids[batch, max(q_pos, 0)] == doc_ids[batch, k_idx]) where doc_ids: {dtype}",
+        "document",
+        "document",
+    )
+    for dtype in ("i32", "i64")
+}
 _KEY_PADDING_RANK = {"i32": 1, "i64": 1, "i1": 2}
 _KEY_PADDING_WORDS = {"lengths": "i32", "keep": "i1"}
 
@@ -154,6 +162,28 @@ def key_padding(keys: Any = "lengths") -> Mask:
     return Mask(rule, (), (keys,))
 
 
+def document(ids: Any = "i32") -> Mask:
+    """A query sees the keys of its own document, wherever they stand.
+
+    Args:
+        ids: an int32 or int64 tensor (batch, k_len) with the document of each key; `ids.expand(batch, -1)` of
+            one row for all sequences. A query has the document of the key at its position; where queries
+            are more than keys, the first ones have none and see nothing. The words `i32` and `i64` stand for
+            a tensor that is bound later.
+    """
+    if isinstance(ids, str):
+        if ids not in _DOCUMENT:
+            raise InvalidArgument(f"ids={shown(ids)} must be 'i32' or 'i64', or a tensor")
+        return Mask(_DOCUMENT[ids], (), (None,))
+    rule = _DOCUMENT.get(rules.operand_dtype(ids))
+    if rule is None or len(ids.shape) != 2:
+        raise InvalidArgument(
+            f"document takes an int32 or int64 tensor (batch, k_len) with the document of each key; "
+            f"not {rules.told_operand(ids)}"
+        )
+    return Mask(rule, (), (ids,))
+
+
 MASKS: Mapping[str, Entry[Mask]] = {
     "full": Entry(full, "every query sees every key"),
     "causal": Entry(causal, "keys up to the query's own position", ((), ("top_left",))),
@@ -165,6 +195,7 @@ MASKS: Mapping[str, Entry[Mask]] = {
     "key_padding": Entry(
         key_padding, "keys within each sequence's length, or those a bool tensor keeps", ((), ("keep",))
     ),
+    "document": Entry(document, "keys of the query's own document", ((), ("i64",))),
 }
 """The masks that have a name."""
 

@@ -5,6 +5,9 @@
 `ranges` solves a mask once, symbolically: for a tile of queries, the few ranges of keys that can hold kept
 pairs, each with the part in which every pair is kept; or the same for a tile of keys. The kernel visits only
 these. What it cannot solve, such as documents, makes a range wider and its full part empty, never wrong.
+
+`lists` says, of masks that no ranges express, how all tiles within the ranges are classified: the same
+interval arithmetic as `classify`, in symbols. A kernel walks the lists that are made with it.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from typing import Any, TypeAlias
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec import interval
-from flashgen.spec.expr import Apply, Const, Expr, Symbol, make
+from flashgen.spec.expr import Apply, Const, Expr, Load, Symbol, make
 from flashgen.spec.interval import Interval
 from flashgen.spec.rule import Rule
+from flashgen.spec.spans import Gather, Spans, side_of
 
 MAX_RANGES = 3
-"""Most ranges of a mask. With more alternatives they become one range around all, with no full part; lists
-of tiles will serve such masks."""
+"""Most ranges of a mask. With more alternatives they become one range around all, with no full part, and the
+mask is one for lists."""
 MAX_CLAUSES = 64
 """Most alternatives a mask is expanded to before it counts as unsolvable."""
 
@@ -102,15 +106,100 @@ def ranges(rule: Rule, axis: str) -> tuple[Range, ...]:
     """
     if axis not in ("q", "k"):
         raise InvalidArgument(f"{axis=} must be 'q' or 'k'")
-    clauses = _Solver(rule, axis).clauses(ex.substitute(rule.expr, {Symbol("q_pos"): ex.Q_POS}), True)
-    if clauses is None:
+    found = _alternatives(rule, axis)
+    if found is None:
         return (EVERYTHING,)
-    solver = _Solver(rule, axis)
-    found = _merged([reduce(_intersection, map(solver.atom, clause), Range()) for clause in clauses])
     if len(found) > MAX_RANGES:
-        lo, hi = _outer("min", [each.lo for each in found]), _outer("max", [each.hi for each in found])
-        return (Range(lo, hi, has_full=False),)
+        return (_hull(found),)
     return tuple(sorted(found, key=lambda each: each.lo is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """How the tiles of a mask are classified where they are listed."""
+
+    within: Range
+    """What holds every needed tile; nothing is known of its full part."""
+    some: Expr
+    """Whether any pair of a tile may be kept: else it is EMPTY. Over q_first, q_last, k_first and k_last, and
+    what is gathered."""
+    every: Expr
+    """Whether all its pairs are kept: it is FULL."""
+    gathers: tuple[Gather, ...]
+    """What of the operands has to be read for these two."""
+
+    def of_tile(
+        self, env: Mapping[str, Any], rows: tuple[int, int], block: int, length: int
+    ) -> tuple[list[int], list[int]]:
+        """The blocks of keys that hold PARTIAL and FULL tiles of some rows; generated kernels do the same.
+
+        A block that reaches past the end is not full, and where no block is needed the first one counts as
+        partial: the walk has no case without blocks.
+
+        Args:
+            env: numbers for the other symbols and the parameters, tables for operands.
+            rows: first and last `q_idx`, both included.
+            block: keys of a block.
+            length: keys of the sequence.
+        """
+        first, last = rows
+        tile = {**env, "first": first, "last": last, "q_first": first, "q_last": last}
+        ((lo, _, _, hi),) = resolve((self.within,), tile, block, length)
+        tile |= self._gathered("q", first, last, env)
+        partial, full = [], []
+        for start in range(lo, hi, block):
+            end = min(start + block, length) - 1
+            found = {**tile, "k_first": start, "k_last": end, **self._gathered("k", start, end, env)}
+            if start + block <= length and ex.evaluate(self.every, found):
+                full.append(start // block)
+            elif ex.evaluate(self.some, found):
+                partial.append(start // block)
+        return partial if partial or full else [0], full
+
+    def _gathered(self, side: str, first: int, last: int, env: Mapping[str, Any]) -> dict[str, Any]:
+        ends: dict[str, Any] = {}
+        for gather in self.gathers:
+            if gather.side == side:
+                index = f"{side}_idx"
+                values = [ex.evaluate(gather.load, {**env, index: i}) for i in range(first, last + 1)]
+                ends |= {gather.least.name: min(values), gather.most.name: max(values)}
+        return ends
+
+
+@lru_cache(maxsize=1024)
+def lists(rule: Rule, axis: str = "k") -> Lists | None:
+    """How a mask's tiles are listed; None where ranges say all that can be said of tiles.
+
+    A mask needs lists if it has too many alternatives for ranges, or asks what ranges cannot solve and
+    interval arithmetic can: it compares integers, such as what it reads of the query with what it reads of
+    the key, or reads a truth value of blocks of both. A remainder is no reason: a tile holds all remainders
+    of what varies within it, and would be listed whole. Neither is a truth value that is read of each key.
+    """
+    found = _alternatives(rule, axis)
+    solver = _Solver(rule, axis)
+    text = ex.substitute(rule.expr, {Symbol("q_pos"): ex.Q_POS})
+    many = found is None or len(found) > MAX_RANGES
+    if found == [] or not (many or any(map(solver.only_lists_tell, ex.walk(text)))):
+        return None
+    spans = Spans(rule.types)
+    span = spans.of(rule.expr)
+    within = EVERYTHING if found is None else _hull(found)
+    return Lists(within, span.hi, span.lo, tuple(spans.gathers.values()))
+
+
+def _alternatives(rule: Rule, axis: str) -> list[Range] | None:
+    """A range for each alternative of the mask, joined where that is exact; None if there are too many."""
+    solver = _Solver(rule, axis)
+    clauses = solver.clauses(ex.substitute(rule.expr, {Symbol("q_pos"): ex.Q_POS}), True)
+    if clauses is None:
+        return None
+    return _merged([reduce(_intersection, map(solver.atom, clause), Range()) for clause in clauses])
+
+
+def _hull(found: Sequence[Range]) -> Range:
+    """One range around all."""
+    lo, hi = _outer("min", [each.lo for each in found]), _outer("max", [each.hi for each in found])
+    return Range(lo, hi, has_full=False)
 
 
 def resolve(
@@ -265,6 +354,21 @@ class _Solver:
             shift = op == "<="
             return Range(hi=_text(most, shift), full_hi=_text(least, shift))
         return Range(_text(least), _text(most, 1), _text(most), _text(least, 1))
+
+    def only_lists_tell(self, expr: Expr) -> bool:
+        """Whether an expression is not solved, but may be told of a tile from the ends of its sides."""
+        if self.is_uniform(expr):
+            return False
+        if isinstance(expr, Load) and not side_of(expr):
+            return any(isinstance(node, Apply) and node.op == "//" for node in ex.walk(expr))
+        if not isinstance(expr, Apply) or expr.op not in _OPPOSITE:
+            return False
+        if any(ex.result_type(arg, self.rule.types) != "int" for arg in expr.args):
+            return False
+        linear = self.compared(expr)
+        if linear is not None and abs(linear.get(self.along, 0)) <= 1:
+            return False
+        return not any(isinstance(node, Apply) and node.op == "%" for node in ex.walk(expr))
 
     def extremes(self, linear: Linear) -> tuple[Linear, Linear]:
         """The smallest and the largest value of a sum without `along`, over the rows of the tile."""

@@ -8,7 +8,7 @@ import torch
 from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules
 from flashgen.errors import InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
-from flashgen.spec.masks import causal, full, key_padding, sliding_window
+from flashgen.spec.masks import causal, document, full, key_padding, sliding_window
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import softcap
 from flashgen.tune.suites import make_workload
@@ -62,12 +62,26 @@ def test_lengths_and_padding_are_drawn_in_the_upper_half() -> None:
     assert not bool((keep[:, 1:] & ~keep[:, :-1]).any()), "padding is on the right"
 
 
+@pytest.mark.parametrize("k_len", [1, 15, 17, 160])
+def test_documents_follow_each_other_and_fill_the_sequence(k_len: int) -> None:
+    sizes = SIZES | {"batch": 50, "k_len": k_len}
+    for word, dtype in (("i32", torch.int32), ("i64", torch.int64)):
+        (ids,) = make_rules(make_workload(mask=document(word), dtype="fp32", **sizes))[0].tensors
+        assert ids.shape == (50, k_len) and ids.dtype is dtype
+        assert bool((ids[:, 0] == 0).all()) and set(ids.diff().unique().tolist()) <= {0, 1}
+        for row in ids:
+            *inner, _ = row.unique(return_counts=True)[1].tolist()
+            assert all(-(-k_len // 16) <= length <= max(k_len // 4, 1 + k_len // 16) for length in inner)
+    assert len({tuple(row.tolist()) for row in ids}) > 1 or k_len == 1, "each sequence has its own"
+
+
 def test_density_says_how_operands_were_drawn() -> None:
     for mask, told in (
         (full(), "full"),
         (causal(), "full"),
         (key_padding() & causal(), "lengths uniform in [k/2, k]"),
         (key_padding("keep"), "right padding, lengths uniform in [k/2, k]"),
+        (causal() & document("i64"), "documents of lengths uniform in [k/16, k/4]"),
     ):
         assert density(make_workload(mask=mask, dtype="fp32", **SIZES)) == told
 

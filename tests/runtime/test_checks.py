@@ -77,6 +77,12 @@ CASES: dict[str, dict[str, Any]] = {
     r"key_keep of .* has shape \(2, 9\); axis 1 counts k_len, which is 8": {
         "mask": masks.key_padding(torch.ones(2, 9, dtype=torch.bool))
     },
+    r"doc_ids of document has shape \(2, 9\); axis 1 counts k_len, which is 8": {
+        "mask": masks.document(torch.ones(2, 9, dtype=torch.int64))
+    },
+    r"doc_ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
+        "mask": masks.document(torch.ones(1, 8, dtype=torch.int64))
+    },
     r"key_lengths of .* must be torch.int32 with 1 dimensions, not a tensor of torch.int64": {
         "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, dtype=torch.int64),))
     },

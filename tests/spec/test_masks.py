@@ -11,7 +11,7 @@ from flashgen.spec import expr as ex
 from flashgen.spec import masks
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.expr import Apply, Symbol
-from flashgen.spec.masks import MASKS, Mask, causal, full, key_padding, parse_mask, sliding_window
+from flashgen.spec.masks import MASKS, Mask, causal, document, full, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import MAX_NAME, Operand, Rule, join
 from flashgen.spec.score_mods import parse_score_mod
 from flashgen.spec.target import find_target
@@ -58,6 +58,11 @@ def test_a_mask_is_read_back_from_its_description_and_its_rule_from_its_text(tex
         ("sliding_window(None, None)", "True", "full"),
         ("key_padding", "k_idx < key_lengths[batch] where key_lengths: i32", "key_padding"),
         ("key_padding('keep')", "key_keep[batch, k_idx] where key_keep: i1", "key_keep"),
+        (
+            "document",
+            "(q_pos >= 0) & (doc_ids[batch, max(q_pos, 0)] == doc_ids[batch, k_idx]) where doc_ids: i32",
+            "document",
+        ),
         (
             "causal & sliding_window(4, 2)",
             "(q_pos >= k_idx) & (q_pos - k_idx <= left) & (k_idx - q_pos <= right) "
@@ -139,6 +144,15 @@ def test_padding_reads_dtype_and_shape():
     for wrong in (torch.ones(2), LENGTHS[None], keep, LENGTHS.short(), [3, 4], "keys"):
         with pytest.raises(InvalidArgument):
             key_padding(wrong)
+
+
+def test_documents_read_dtype_and_shape():
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert document(ids).rule.operands == (Operand("doc_ids", "i64", 2),) == document("i64").rule.operands
+    assert document(ids.int()).rule == document().rule
+    for wrong in (ids[0], ids.short(), ids.float(), [[1, 2]], None, "keep"):
+        with pytest.raises(InvalidArgument, match=r"^document takes|^ids='keep' must be 'i32' or 'i64'"):
+            document(wrong)
 
 
 def test_tensors_can_be_bound_later():

@@ -16,7 +16,8 @@ from flashgen.spec import expr as ex
 from flashgen.spec import tiles
 from flashgen.spec.masks import MASKS, Mask, parse_mask
 from flashgen.spec.rule import Rule
-from flashgen.spec.tiles import TileClass, classify, ranges, resolve
+from flashgen.spec.spans import SPANS
+from flashgen.spec.tiles import TileClass, classify, lists, ranges, resolve
 
 BATCH, HEADS = 2, 2
 MAX_LEN = 40
@@ -45,6 +46,19 @@ RULES = [
     "q_pos - k_idx <= sizes[head] where sizes: i32",
     "ids[batch, q_idx] == ids[batch, k_idx] where ids: i32",
     "key_keep[batch, q_idx] where key_keep: i1",
+    "ids[batch, q_idx] + p < ids[batch, k_idx] * 2 where p: i32, ids: i32",
+    "abs(q_idx // 5 - k_idx // 5) <= 1",
+    "abs(q_idx // max(p, 1) - k_idx // max(p, 1)) <= p % 3 where p: i32",
+    "(q_pos - k_idx) % 3 == 0",
+    "(k_idx % 16 < 9) & (q_idx % (k_idx + 1) >= q_idx // 9) | (q_idx // 2 == k_idx // 2)",
+    "blocks[q_idx // 4, k_idx // 8] where blocks: i1",
+    "where(blocks[q_idx // 4, k_idx // 8], 1, 0) == 1 where blocks: i1",
+    "key_keep[batch, q_idx] == key_keep[batch, k_idx] where key_keep: i1",
+    "where(key_keep[batch, k_idx], k_idx, 0 - k_idx) * (q_idx - p) >= p where p: i32, key_keep: i1",
+    "where(k_idx < p, key_keep[batch, k_idx], q_idx >= k_idx) where p: i32, key_keep: i1",
+    "min(ids[batch, k_idx], 2) != max(ids[batch, q_idx], 1) where ids: i32",
+    "(2 * k_idx - 9) * (q_idx - 7) <= p where p: i32",
+    "ids[ids[batch, k_idx] % 2, q_idx] < p where p: i32, ids: i32",
 ]
 """Forms of masks that the table does not have, solvable and not."""
 
@@ -62,9 +76,16 @@ def random_mask(rng: random.Random, depth: int) -> Mask:
     size = rng.choice((0, 1, rng.randint(0, 30)))
     other = rng.choice((0, rng.randint(0, 30), None))
     texts = ["full", "causal", "causal('top_left')", f"sliding_window({size}, {other})"]
-    texts += [f"sliding_window({other}, {size})", "key_padding", "key_padding('keep')"]
+    texts += [f"sliding_window({other}, {size})", "key_padding", "key_padding('keep')", "document"]
     mask = parse_mask(rng.choice(texts))
     return ~mask if rng.random() < 0.25 else mask
+
+
+def documents(rng: random.Random, length: int) -> list[list[int]]:
+    """Of each sequence, one after another or interleaved: few, one for all, or one for each key."""
+    many = rng.choice((1, 3, length))
+    ids = [[rng.randrange(many) for _ in range(length)] for _ in range(BATCH)]
+    return ids if rng.random() < 0.3 else [sorted(each) for each in ids]
 
 
 class Case:
@@ -79,6 +100,8 @@ class Case:
             "sizes": lambda: [rng.randint(-2, 20) for _ in range(HEADS)],
             "flags": lambda: [rng.random() < 0.5 for _ in range(HEADS)],
             "ids": lambda: [sorted(rng.randint(0, 3) for _ in range(longest)) for _ in range(BATCH)],
+            "doc_ids": lambda: documents(rng, self.k_len),
+            "blocks": lambda: [[rng.random() < 0.5 for _ in range(longest)] for _ in range(longest)],
             "key_keep": lambda: [[rng.random() < 0.7 for _ in range(longest)] for _ in range(BATCH)],
         }
         self.env = {"q_len": self.q_len, "k_len": self.k_len, "batch": rng.randrange(BATCH)}
@@ -96,6 +119,16 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.mask} with {self.env}"
+
+    @property
+    def told_by_ends(self) -> bool:
+        """Whether the ends of a tile tell as much as its numbers: lists know nothing of floats, and of what
+        both sides read together single elements alone.
+        """
+        loads = ex.loads(self.mask.rule.expr)
+        both = [load for load in loads if {"q_idx", "k_idx"} <= ex.free_symbols(load)]
+        text = self.mask.rule.text
+        return not both and "f32" not in text and "1.5" not in text
 
     def visits(self, axis: str, block_across: int, block: int):
         """For each tile of rows across: what `resolve` says, and the pairs, (rows of the tile, along)."""
@@ -124,6 +157,33 @@ class Case:
                 visited_blocks = sum((hi - lo) // block for lo, _, _, hi in resolved)
                 assert visited_blocks <= sum(blocks) + slack * len(resolved), f"visits too many: {told}"
 
+    def check_lists(self, block_q: int, block_k: int) -> None:
+        """No needed block is missed, and what counts as full is. Blocks that interval arithmetic over the
+        tile's own numbers calls empty are not visited, but for a lone first one.
+        """
+        found = lists(self.mask.rule)
+        if found is None:
+            return
+        for first in range(0, self.q_len, block_q):
+            last = min(first + block_q, self.q_len) - 1
+            partial, full = found.of_tile(self.env, (first, last), block_k, self.k_len)
+            told = f"{self}, rows {first} to {last}, {block_k=}: {partial=} {full=}"
+            assert partial == sorted(set(partial)) and full == sorted(set(full)), told
+            assert not set(partial) & set(full) and partial + full, told
+            for block, start in enumerate(range(0, self.k_len, block_k)):
+                pairs = self.keep[first : last + 1, start : start + block_k]
+                assert not pairs.any() or block in partial + full, f"misses {block=}: {told}"
+                assert block not in full or pairs.all(), f"{block=} is not full: {told}"
+                assert block not in full or pairs.shape[1] == block_k, f"{block=} is ragged: {told}"
+                end = start + pairs.shape[1] - 1
+                if not self.told_by_ends:
+                    continue
+                verdict = classify(self.mask.rule.expr, (first, last), (start, end), self.env)
+                if verdict is TileClass.EMPTY and partial + full != [0]:
+                    assert block not in partial, f"{block=} is empty: {told}"
+                if verdict is TileClass.FULL and pairs.shape[1] == block_k:
+                    assert block in full, f"{block=} is full: {told}"
+
     def check_classes(self, block_q: int, block_k: int, exact: bool) -> None:
         for q in range(0, self.q_len, block_q):
             for k in range(0, self.k_len, block_k):
@@ -143,6 +203,7 @@ def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool 
     case.check_ranges("k", block_q, block_k, slack)
     case.check_ranges("q", block_k, block_q, slack)
     case.check_classes(block_q, block_k, exact)
+    case.check_lists(block_q, block_k)
 
 
 SIMPLE = ["full", "~full", "causal", "~causal", "causal('top_left')", "key_padding", "~key_padding"]
@@ -274,6 +335,48 @@ def test_bounds_read_nothing_that_changes_within_a_tile():
             for each in ranges(rule, axis):
                 for bound in (each.lo, each.hi, each.full_lo, each.full_hi):
                     assert bound is None or not ex.free_symbols(bound) & {"q_idx", "k_idx", "q_pos"}
+
+
+def test_every_operation_on_integers_and_truth_values_has_a_span():
+    assert set(SPANS) == {row.key for row in ex.OPERATIONS.values() if row.gives != "float"}
+
+
+@pytest.mark.parametrize(
+    ("text", "some", "every"),
+    [
+        (
+            "document & causal",
+            "(q_last + k_len - q_len >= 0) & ((doc_ids__q_least <= doc_ids__k_most) & "
+            "(doc_ids__k_least <= doc_ids__q_most)) & (q_last + k_len - q_len >= k_first)",
+            "(q_first + k_len - q_len >= 0) & ((doc_ids__q_least == doc_ids__k_most) & "
+            "(doc_ids__q_most == doc_ids__k_least)) & (q_first + k_len - q_len >= k_last)",
+        ),
+        ("causal", None, None),
+        ("key_padding('keep')", None, None),
+        ("~key_padding | sliding_window(3, 4)", None, None),
+    ],
+)
+def test_lists_read_as_written_by_hand(text, some, every):
+    found = lists(parse_mask(text).rule)
+    if some is None:
+        assert found is None
+    else:
+        assert (ex.to_text(found.some), ex.to_text(found.every)) == (some, every)
+        assert str(found.within) == (
+            "[where(last + k_len >= q_len, 0, k_len) : last + k_len - q_len + 1) full none"
+        )
+
+
+def test_documents_visit_their_own_tiles_alone():
+    ids = [[key // 96 for key in range(512)]]
+    env = {"q_len": 512, "k_len": 512, "batch": 0, "doc_ids": ids}
+    found = lists(parse_mask("document & causal").rule)
+    assert [found.of_tile(env, (q, q + 63), 32, 512) for q in range(0, 256, 64)] == [
+        ([0, 1], []),
+        ([0, 1, 2, 3], []),
+        ([4, 5], [3]),
+        ([6, 7], []),
+    ]
 
 
 def test_only_two_axes():
