@@ -23,6 +23,7 @@ SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_d
 
 GRID_RULES = {
     "row_tiles": ("heads", "q_len"),
+    "row_tiles_of_a_sequence": ("heads", "q_len"),
     "persistent": ("heads", "q_len"),
     "key_tiles": ("kv_heads", "k_len"),
 }
@@ -190,7 +191,8 @@ class Grid:
     """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.
 
     x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
-    is as many at most as the GPU has multiprocessors; `key_tiles` counts key heads and keys instead.
+    is as many at most as the GPU has multiprocessors; `row_tiles_of_a_sequence` is the same for all heads
+    together; `key_tiles` counts key heads and keys instead.
     """
 
     rule: str
@@ -204,7 +206,8 @@ class Grid:
 
     def blocks(self, batch: int, heads: int, rows: int, multiprocessors: int) -> int:
         """Number of programs on x; heads and rows are the sizes that the rule covers."""
-        tiles = -(-rows // self.block_m) * (heads // self.pack) * batch * self.splits
+        each = 1 if self.rule == "row_tiles_of_a_sequence" else heads // self.pack
+        tiles = -(-rows // self.block_m) * each * batch * self.splits
         return tiles if self.rule != "persistent" else min(tiles, multiprocessors * self.programs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen import lists
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
 from flashgen.spec.config import Config, Value
@@ -80,4 +81,6 @@ ATTENTION_FWD = Family(
     limits=lambda config, spec, target: "",
     shared_bytes=_shared_bytes,
     defaults=_defaults,
+    parts=lambda config, spec: lists.parts(spec.mask, _tiling(config)),
+    scratch=lambda config, spec: lists.scratch(spec.mask, _tiling(config)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashgen.codegen import lists
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
@@ -140,4 +141,6 @@ ATTENTION_FWD_SM90 = Family(
     shared_bytes=_shared_bytes,
     defaults=_defaults,
     derived=_derived,
+    parts=lambda config, spec: lists.parts(spec.mask, _tiling(config)),
+    scratch=lambda config, spec: lists.scratch(spec.mask, _tiling(config)),
 )

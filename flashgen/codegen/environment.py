@@ -111,14 +111,12 @@ def _folded(line: str) -> str:
         return line
     room = LINE_LENGTH - len(indent) - 4
     if isinstance(value, ast.Call):
-        given = sorted(
-            [(each.col_offset, each.end_col_offset) for each in value.args]
-            + [(each.col_offset, each.end_col_offset) for each in value.keywords]
-        )
-        first, last = given[0][0], value.end_col_offset - 1
+        given: list[ast.expr | ast.keyword] = [*value.args, *value.keywords]
+        given.sort(key=lambda each: each.col_offset)
+        first, last = given[0].col_offset, value.end_col_offset - 1
         inner = code[first:last]
         if len(inner) > room:
-            pieces = (code[start:end].replace(" ", "\0") for start, end in given)
+            pieces = (_unbroken(each, code, room) for each in given)
             inner = textwrap.fill(", ".join(pieces) + ",", room, break_long_words=False).replace("\0", " ")
     elif isinstance(statement, ast.Assign):
         first, last = value.col_offset, len(code)
@@ -130,9 +128,18 @@ def _folded(line: str) -> str:
     return textwrap.indent(f"{head}\n{textwrap.indent(inner, '    ')}\n{tail}", indent)
 
 
+def _unbroken(given: ast.expr | ast.keyword, code: str, room: int) -> str:
+    """What a call is given, with NUL for each space where no line may end; if it is too long, one may between
+    its terms.
+    """
+    text = code[given.col_offset : given.end_col_offset]
+    terms = _terms(given, code) if isinstance(given, ast.expr) and len(text) >= room else [text]
+    return " ".join(term.replace(" ", "\0") for term in terms)
+
+
 def _terms(value: ast.expr, code: str) -> list[str]:
     """An expression's text cut before each of its outermost operators."""
-    cuts = [value.col_offset, len(code)]
+    cuts = [value.col_offset, value.end_col_offset or len(code)]
     while isinstance(value, ast.BinOp):
         end = value.left.end_col_offset or 0
         cuts.append(end + len(code[end:]) - len(code[end:].lstrip(" )")))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashgen.codegen.abi import Arg
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.rule import Rule
+from flashgen.spec.spans import side_of
 
 # Functions that partials/helpers.jinja defines: libdevice's tanh does not exist in the interpreter, and
 # Triton's integer division truncates where an expression's floors.
@@ -30,7 +33,16 @@ _CALLS = {
     "%": "floor_mod",
 }
 
-_PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score"}
+_PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score", "k_first", "k_last"}
+_PARAM_TYPES = {"i32": "i32", "f32": "fp32"}
+_OPERAND_TYPES = {
+    "i1": "*i1",
+    "fp16": "*fp16",
+    "bf16": "*bf16",
+    "fp32": "*fp32",
+    "i32": "*i32",
+    "i64": "*i64",
+}
 _IN_BOUNDS = {
     frozenset({"q"}): "q_idx < q_len",
     frozenset({"k"}): "k_idx < k_len",
@@ -39,7 +51,7 @@ _IN_BOUNDS = {
 
 
 def is_uniform(expr: ex.Expr) -> bool:
-    """Whether an expression has one value for a whole tile."""
+    """Whether an expression has one value for a whole tile, and for all tiles of its rows."""
     return not ex.free_symbols(expr) & _PER_ELEMENT
 
 
@@ -50,6 +62,21 @@ def argument_name(kind: str, declared: str) -> str:
     it have two underscores in a row, which no declared name has.
     """
     return f"{kind}_{declared}"
+
+
+def rule_arguments(rule: Rule) -> tuple[tuple[Arg, ...], ...]:
+    """A kernel's arguments for the parameters and operands of a rule, grouped by line of the signature."""
+    groups = []
+    if rule.params:
+        names = ((argument_name(rule.kind, name), f"param.{name}", kind) for name, kind in rule.params)
+        groups.append(tuple(Arg(name, source, _PARAM_TYPES[kind]) for name, source, kind in names))
+    for operand in rule.operands:
+        name, source = argument_name(rule.kind, operand.name), f"operand.{operand.name}"
+        strides = (
+            Arg(f"{name}__stride_{axis}", f"{source}.stride.{axis}", "i32") for axis in range(operand.rank)
+        )
+        groups.append((Arg(name, source, _OPERAND_TYPES[operand.dtype]), *strides))
+    return tuple(groups)
 
 
 def _address(pointer: str, indices: tuple[str, ...]) -> str:
@@ -63,17 +90,29 @@ class Printer:
     """Prints the expressions of one rule as Triton text, over the names the templates define."""
 
     rule: Rule
+    exprs: tuple[ex.Expr, ...]
+    """All that one kernel reads of it."""
+    checked: bool = True
+    """Whether rows and keys may lie past the ends of their sequences, where nothing must be read."""
+    early: str = "q"
+    """Sides of a tile, `q`, `k` or both, whose reads are made by lines of their own (`side_lines`)."""
 
     @property
     def uniform(self) -> tuple[ex.Load, ...]:
         """Reads that a whole tile shares; they are made once, before the loops."""
-        bounds = (bound for r in ranges_of(self.rule) for bound in _bounds(r))
-        found = (load for e in (self.rule.expr, *bounds) for load in ex.loads(e))
+        found = (load for e in self.exprs for load in ex.loads(e))
         return tuple(dict.fromkeys(load for load in found if all(map(is_uniform, load.indices))))
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names that what it prints uses; whether a row exists is asked of its index."""
+        checks = {"q_idx"} if self.checked and self._along("q") else set()
+        return frozenset(checks).union(*map(ex.free_symbols, self.exprs))
 
     def __call__(self, expr: ex.Expr) -> str:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
+        names |= {"q_first": "first", "q_last": "last"}
         return ex.to_text(expr, ex.Style(names=names, calls=_CALLS, load=self._load))
 
     def uniform_lines(self) -> tuple[str, ...]:
@@ -82,6 +121,29 @@ class Printer:
             load: _address(self._pointer(load), tuple(map(self, load.indices))) for load in self.uniform
         }
         return tuple(f"{self._uniform_name(load)} = tl.load({at})" for load, at in addresses.items())
+
+    def side_lines(self, side: str) -> tuple[str, ...]:
+        """A line for each read along one side of a tile."""
+        if side not in self.early:
+            return ()
+        return tuple(f"{self._side_name(load)} = {self._element(load)}" for load in self._along(side))
+
+    def _along(self, side: str) -> tuple[ex.Load, ...]:
+        """The reads along one side that no other read takes for its index."""
+        found: dict[ex.Load, None] = {}
+        rest = list(self.exprs)
+        while rest:
+            expr = rest.pop(0)
+            if isinstance(expr, ex.Load) and side_of(expr) == side:
+                found[expr] = None
+            else:
+                rest = [*ex.children(expr), *rest]
+        return tuple(found)
+
+    def _side_name(self, load: ex.Load) -> str:
+        side = side_of(load)
+        same = [each for each in self._along(side) if each.operand == load.operand]
+        return f"{self._pointer(load)}__{side}{f'_{same.index(load)}' if len(same) > 1 else ''}"
 
     def _pointer(self, load: ex.Load) -> str:
         return argument_name(self.rule.kind, load.operand)
@@ -97,14 +159,18 @@ class Printer:
     def _load(self, load: ex.Load, indices: tuple[str, ...]) -> str:
         if all(map(is_uniform, load.indices)):
             return self._uniform_name(load)
+        if (side := side_of(load)) and side in self.early and load in self._along(side):
+            return self._side_name(load)
+        return self._element(load, indices)
+
+    def _element(self, load: ex.Load, indices: tuple[str, ...] = ()) -> str:
+        """One element for each row, each key or each pair."""
+        address = _address(self._pointer(load), indices or tuple(map(self, load.indices)))
+        if not self.checked:
+            return f"tl.load({address})"
         symbols = {s for index in load.indices for s in ex.free_symbols(index)}
         sides = frozenset(s[0] for s in symbols & {"q_idx", "q_pos", "k_idx"})
-        return f"tl.load({_address(self._pointer(load), indices)}, mask={_IN_BOUNDS[sides]}, other=0)"
-
-
-def ranges_of(rule: Rule) -> tuple[tiles.Range, ...]:
-    """The key ranges of a mask; a score rule has none."""
-    return tiles.ranges(rule, "k") if rule.kind == "mask" else ()
+        return f"tl.load({address}, mask={_IN_BOUNDS[sides]}, other=0)"
 
 
 def _bounds(each: tiles.Range) -> tuple[ex.Expr, ...]:
@@ -130,6 +196,31 @@ class RenderedRange:
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedGather:
+    """What one side of a tile reads, of which the least and the greatest are told."""
+
+    name: str
+    side: str
+    """`q` or `k`."""
+    text: str
+    truth: bool
+    """Whether it is of truth values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedLists:
+    """How blocks of keys are classified, as the templates use it; see `tiles.Lists`."""
+
+    within: RenderedRange
+    some: tuple[str, ...]
+    every: tuple[str, ...]
+    gathers: tuple[RenderedGather, ...]
+    uniform_loads: tuple[str, ...]
+    symbols: frozenset[str]
+    helpers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedMask:
     """A mask as the templates use it."""
 
@@ -139,13 +230,19 @@ class RenderedMask:
     wide_bounds: bool
     """Whether a bound reads an int64 operand."""
     uniform_loads: tuple[str, ...]
+    row_loads: tuple[str, ...]
+    """Of the rows alone, before the loops."""
+    key_loads: tuple[str, ...]
+    """Of a block's keys alone, before its products: lists are of masks that read by key nearly always."""
     symbols: frozenset[str]
-    """Names the element mask and the bounds read: q_idx, q_pos, first, last, ..."""
+    """Names the element mask, the reads before it and the bounds use: q_idx, q_pos, first, last, ..."""
     bound_symbols: frozenset[str]
     """Those of the bounds alone."""
     visit_symbols: frozenset[str]
     """Those of the bounds of what is visited, the full parts aside."""
     helpers: tuple[str, ...]
+    lists: RenderedLists | None
+    """In the place of ranges, where the mask needs them."""
 
     @property
     def differs_by_row(self) -> bool:
@@ -167,42 +264,71 @@ class RenderedScore:
     folded: bool
     """No rule and a positive scale: the scale goes into the exponent."""
     uniform_loads: tuple[str, ...]
+    row_loads: tuple[str, ...]
     symbols: frozenset[str]
     helpers: tuple[str, ...]
 
 
 def render_mask(rule: Rule) -> RenderedMask:
-    """Element mask and key ranges of a rule."""
-    found, text = ranges_of(rule), Printer(rule)
+    """Element mask of a rule, and its key ranges or lists."""
+    lists = tiles.lists(rule)
+    found = tiles.ranges(rule, "k") if lists is None else ()
     bounds = [bound for each in found for bound in _bounds(each)]
-    wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
+    text = Printer(rule, (rule.expr, *bounds), early="q" if lists is None else "qk")
     always = ex.constant(rule.expr) is True
-    keep = "k_idx < k_len" if always else f"({text(rule.expr)}) & (k_idx < k_len)"
-
-    def optional(expr: ex.Expr | None) -> str | None:
-        return None if expr is None else text(expr)
-
     return RenderedMask(
-        keep=tuple(textwrap.wrap(keep, 88, break_long_words=False, break_on_hyphens=False)),
+        keep=_lines("k_idx < k_len" if always else f"({text(rule.expr)}) & (k_idx < k_len)"),
         ranges=tuple(
-            RenderedRange(
-                suffix=f"_{i}" if len(found) > 1 else "",
-                lo=optional(each.lo),
-                hi=optional(each.hi),
-                full_lo=optional(each.full_lo),
-                full_hi=optional(each.full_hi),
-                has_full=each.has_full,
-            )
-            for i, each in enumerate(found)
+            _rendered_range(text, each, f"_{i}" if len(found) > 1 else "") for i, each in enumerate(found)
         ),
-        wide_bounds=bool({load.operand for bound in bounds for load in ex.loads(bound)} & wide),
+        wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        symbols=frozenset().union(*(ex.free_symbols(e) for e in (rule.expr, *bounds))),
+        row_loads=text.side_lines("q"),
+        key_loads=text.side_lines("k"),
+        symbols=text.symbols,
         bound_symbols=frozenset().union(*map(ex.free_symbols, bounds)),
         visit_symbols=frozenset().union(
             *(ex.free_symbols(bound) for each in found for bound in (each.lo, each.hi) if bound is not None)
         ),
         helpers=_helpers(rule.expr, *bounds),
+        lists=None if lists is None else _render_lists(rule, lists),
+    )
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    """A long expression in lines of readable length."""
+    return tuple(textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False))
+
+
+def _rendered_range(text: Printer, found: tiles.Range, suffix: str) -> RenderedRange:
+    lo, hi, full_lo, full_hi = (
+        None if bound is None else text(bound) for bound in (found.lo, found.hi, found.full_lo, found.full_hi)
+    )
+    return RenderedRange(suffix, lo, hi, full_lo, full_hi, found.has_full)
+
+
+def _is_wide(rule: Rule, bounds: Sequence[ex.Expr]) -> bool:
+    """Whether a bound reads an int64 operand."""
+    wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
+    return bool({load.operand for bound in bounds for load in ex.loads(bound)} & wide)
+
+
+def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
+    """The classification of a mask's tiles, over rows and keys that all exist."""
+    bounds, loads = _bounds(lists.within), [gather.load for gather in lists.gathers]
+    exprs = (lists.some, lists.every, *bounds, *loads)
+    text = Printer(rule, exprs, checked=False, early="")
+    return RenderedLists(
+        within=_rendered_range(text, lists.within, ""),
+        some=_lines(text(lists.some)),
+        every=_lines(text(lists.every)),
+        gathers=tuple(
+            RenderedGather(each.name, each.side, text(each.load), rule.types[each.load.operand] == "bool")
+            for each in lists.gathers
+        ),
+        uniform_loads=text.uniform_lines(),
+        symbols=text.symbols,
+        helpers=_helpers(*exprs),
     )
 
 
@@ -210,12 +336,13 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
     """The score rule of a spec, or how the scale is applied without one."""
     rule = spec.score_mod
     if rule is None:
-        return RenderedScore("", spec.positive_scale, (), frozenset(), ())
-    text = Printer(rule)
+        return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
+    text = Printer(rule, (rule.expr,))
     return RenderedScore(
         text=text(rule.expr),
         folded=False,
         uniform_loads=text.uniform_lines(),
-        symbols=ex.free_symbols(rule.expr),
+        row_loads=text.side_lines("q"),
+        symbols=text.symbols,
         helpers=_helpers(rule.expr),
     )

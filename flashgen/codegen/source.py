@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from flashgen.codegen import lists
 from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Part, Scratch, environment_names
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
-from flashgen.codegen.expressions import argument_name, render_mask, render_score
+from flashgen.codegen.expressions import render_mask, render_score, rule_arguments
 from flashgen.codegen.families import FAMILIES
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
 from flashgen.spec.config import Config
-
-TRITON_TYPES = {"i1": "*i1", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "i32": "*i32", "i64": "*i64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,25 +175,10 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
     if FAMILIES[config.family].language == "gluon":
         sizes.insert(0, Arg("batches", "batch", "i32"))
     groups.append(tuple(sizes))
+    if listed := lists.arguments(spec.mask):
+        groups.append(listed)
     for rule in (spec.mask, spec.score_mod):
-        if rule is None:
-            continue
-        if rule.params:
-            kinds = {"i32": "i32", "f32": "fp32"}
-            groups.append(
-                tuple(
-                    Arg(argument_name(rule.kind, name), f"param.{name}", kinds[kind])
-                    for name, kind in rule.params
-                )
-            )
-        for operand in rule.operands:
-            source = f"operand.{operand.name}"
-            name = argument_name(rule.kind, operand.name)
-            strides = (
-                Arg(f"{name}__stride_{axis}", f"{source}.stride.{axis}", "i32")
-                for axis in range(operand.rank)
-            )
-            groups.append((Arg(name, source, TRITON_TYPES[operand.dtype]), *strides))
+        groups += rule_arguments(rule) if rule is not None else ()
     return tuple(groups)
 
 
@@ -261,6 +245,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},
+            list_arguments=", ".join(arg.name for arg in lists.arguments(spec.mask)),
             rule_arguments=[", ".join(arg.name for arg in group) for group in arguments if _of_rules(group)],
             q_chunks=chunks(spec, "Q"),
             k_chunks=chunks(spec, "K"),
