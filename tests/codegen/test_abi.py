@@ -32,6 +32,8 @@ PACKED = abi("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic")
         (Grid("row_tiles", 128), (2, 8, 0), 0),
         (Grid("row_tiles", 16, 4), (2, 8, 300), 19 * 2 * 2),
         (Grid("row_tiles", 4, 16), (1, 32, 1), 2),
+        (Grid("row_tiles_of_a_sequence", 128), (2, 8, 300), 3 * 2),
+        (Grid("row_tiles_of_a_sequence", 192), (3, 128, 193), 2 * 3),
         (Grid("persistent", 128), (2, 8, 300), 48),
         (Grid("persistent", 128), (2, 8, 1057), SMS),
         (Grid("persistent", 128), (1, 33, 512), SMS),

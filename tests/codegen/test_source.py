@@ -47,6 +47,9 @@ SAMPLES = {
         AttentionSpec(64, 64, "bf16", (masks.sliding_window(64, 0) | ~masks.sliding_window(512, 512)).rule),
         "m64n64w4s2_tma_heads",
     ),
+    "documents": source(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.document()).rule), "m64n64w4s2_tma_heads"
+    ),
     "interpreter": source(
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
     ),
@@ -63,6 +66,10 @@ SAMPLES = {
     "sm90_window_softcap": sm90(
         AttentionSpec(192, 128, "bf16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
         "c2x1n64s3g4p1_pinned_lazy_tree_lane_dynamic",
+    ),
+    "sm90_documents": sm90(
+        AttentionSpec(128, 128, "bf16", (masks.causal() & masks.document()).rule),
+        "c2x1n64s4g4p1_late_always_tree_lane_dynamic",
     ),
     "sm90_packed_chunks": sm90(
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
@@ -156,7 +163,7 @@ def test_signature_and_abi_agree() -> None:
         abi = sample.abi(CallFacts())
         assert [a.arg for a in function.args.args] == [a.name for a in abi.args]
         workspace = {WORKSPACE} if sample.config.to_json().get("schedule") == "dynamic" else set()
-        assert {a.source for a in abi.args} - set(environment_names(sample.spec)) == workspace
+        assert {a.source for a in abi.args} - set(environment_names(sample.spec, sample.scratch)) == workspace
         assert Abi.from_json(abi.to_json()) == abi
 
 

@@ -27,6 +27,8 @@ FAMILY = FAMILIES["attention_fwd_sm90"]
 ALIGNED = CallFacts()
 H200 = TARGETS["nvidia-h200"]
 CAUSAL, FULL = masks.causal().rule, masks.full().rule
+DOCUMENT = masks.document().rule
+CAUSAL_DOCUMENT = (masks.causal() & masks.document("i64")).rule
 WINDOW, SOFTCAP = masks.sliding_window(511, 0).rule, score_mods.softcap(30.0).rule
 
 
@@ -46,8 +48,11 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(128, 128, "fp16", WINDOW, SOFTCAP), "c2x1n64s2g16p4_late_always_tree_row_plain"),
         (AttentionSpec(256, 256, "bf16", CAUSAL, return_lse=True), "c2x1n64s2g4p1_late_lazy_tree_lane_plain"),
         (AttentionSpec(256, 256, "bf16", FULL), "c1x1n64s2g4p1_late_always_chain_row_plain"),
+        (AttentionSpec(64, 64, "fp16", DOCUMENT, SOFTCAP), "c1x2n64s4g4p4_early_lazy_tree_lane_plain"),
+        (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s4g4p1_late_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s2g4p1_pinned_always_chain_row_plain"),
     ],
-    ids=lambda each: each if isinstance(each, str) else each.dims_label,
+    ids=lambda each: each if isinstance(each, str) else f"{each.dims_label}_{each.mask.name}",
 )
 def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
     spec: AttentionSpec, config: str, tmp_path: Path
@@ -61,6 +66,7 @@ def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
     assert (artifact.num_warps, artifact.abi.num_warps) == (4 * (consumers + 1), 4)
     assert len(artifact.descriptors) == 4 and {each.swizzle for each in artifact.descriptors} == {3}
     assert ("ATOMG" in code) == ("dynamic" in config), "tiles come from a counter"
+    assert not any(part.spill_bytes for part in artifact.parts)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -41,6 +41,12 @@ CASES = [
         ALIGNED,
         AttentionSpec(128, 128, "fp16", parse_mask("~causal | sliding_window(7, 0)").rule),
     ),
+    ("nvidia-a100", STRIDED, AttentionSpec(128, 128, "fp16", parse_mask("causal & document").rule)),
+    (
+        "nvidia-h200",
+        ALIGNED,
+        AttentionSpec(64, 64, "bf16", parse_mask("sliding_window(7, 3) & ~document").rule, return_lse=True),
+    ),
     ("nvidia-rtx5090", ALIGNED, AttentionSpec(256, 256, "bf16", parse_mask("causal & key_padding").rule)),
 ]
 
@@ -54,7 +60,9 @@ def test_every_family_has_a_case_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
-@pytest.mark.parametrize(("target_name", "facts", "spec"), CASES, ids=[each[0] for each in CASES])
+@pytest.mark.parametrize(
+    ("target_name", "facts", "spec"), CASES, ids=[f"{each[0]}-{each[2].mask.name}" for each in CASES]
+)
 def test_the_default_config_compiles(
     family: object, target_name: str, facts: CallFacts, spec: AttentionSpec, tmp_path: Path
 ) -> None:
