@@ -383,7 +383,7 @@ def test_c15_what_cannot_fit_is_passed_over_and_every_candidate_is_named() -> No
         ("family default", "attention_fwd_sm90", "rejected"),
         ("family default", steps[2].choice, "accepted"),
     ]
-    assert "serves fp16, bf16, not fp32" in steps[1].reason
+    assert "serves fp16, bf16, e4m3, not fp32" in steps[1].reason
     assert parts.loads.launched == [steps[2].choice]
 
 
