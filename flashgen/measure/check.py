@@ -40,6 +40,7 @@ class Tolerance:
     absolute: float
     relative: float
     """Of the norm of a row's difference to that of the row."""
+    lse: float = LSE_TOLERANCE
 
 
 TOLERANCES = {
@@ -47,6 +48,7 @@ TOLERANCES = {
     "fp16": Tolerance(1e-4, 2e-4),
     "fp32": Tolerance(2e-5, 2e-5),  # a tenth of what TF32 products would give
     "tf32": Tolerance(1e-3, 1e-3),
+    "e4m3": Tolerance(2e-3, 4e-3, lse=4e-3),  # tensor cores keep 14 bits of a sum of 8-bit products
 }
 """By `AttentionSpec.dtype_label`."""
 
@@ -81,21 +83,22 @@ class Expected:
 
     def __init__(self, inputs: Inputs, spec: AttentionSpec, all_scores: int = ALL_SCORES) -> None:
         self._label = spec.dtype_label
-        q, k, v = (inputs.bhsd(each) for each in (inputs.q, inputs.k, inputs.v))
+        q, k, v = inputs.true()
         exact_in = torch.float64 if spec.dtype == "fp32" else torch.float32
         rounded_in = [_truncated_to_tf32(each) if self._label == "tf32" else each for each in (q, k, v)]
+        rounding = TORCH[spec.dtype], TORCH[spec.result_dtype]
         batch, heads, q_len, _ = q.shape
         scores = batch * heads * q_len * k.shape[2]
         if scores <= all_scores:
             self.pairs: tuple[tuple[int, int], ...] | None = None
             exact, lse = _reference((q, k, v), inputs, exact_in, None)
-            rounded, rounded_lse = _reference(rounded_in, inputs, torch.float32, TORCH[spec.dtype])
+            rounded, rounded_lse = _reference(rounded_in, inputs, torch.float32, rounding)
         else:
             self.pairs = some_pairs(batch, heads, k.shape[1], max(4, all_scores // (q_len * k.shape[2])))
             each = [
                 (
                     *_reference((q, k, v), inputs, exact_in, None, pair),
-                    *_reference(rounded_in, inputs, torch.float32, TORCH[spec.dtype], pair),
+                    *_reference(rounded_in, inputs, torch.float32, rounding, pair),
                 )
                 for pair in self.pairs
             ]
@@ -105,7 +108,7 @@ class Expected:
         floor = TOLERANCES[self._label]
         self.max_limit = FACTOR * absolute + floor.absolute
         self.row_limit = FACTOR * relative + floor.relative
-        self.lse_limit = max(LSE_TOLERANCE, FACTOR * _lse_error(rounded_lse, self.lse))
+        self.lse_limit = max(floor.lse, FACTOR * _lse_error(rounded_lse, self.lse))
 
     def _errors(self, out: Tensor) -> tuple[float, float]:
         """(largest absolute difference, largest relative one of a row) of a selected output."""
@@ -166,7 +169,7 @@ def _reference(
     qkv: Any,
     inputs: Inputs,
     dtype: torch.dtype,
-    round_to: torch.dtype | None,
+    rounding: tuple[torch.dtype, torch.dtype] | None,
     pair: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
@@ -179,8 +182,17 @@ def _reference(
         symbols = {"batch": batch, "head": head, "kv_head": kv_head}
         mask = Mask(*_fixed(mask, symbols))
         score_mod = None if score_mod is None else ScoreMod(*_fixed(score_mod, symbols))
+    p, out = rounding or (None, None)
     return attention_reference(
-        q, k, v, mask=mask, score_mod=score_mod, scale=inputs.scale, dtype=dtype, round_p_to=round_to
+        q,
+        k,
+        v,
+        mask=mask,
+        score_mod=score_mod,
+        scale=inputs.scale,
+        dtype=dtype,
+        round_p_to=p,
+        round_out_to=out,
     )
 
 
@@ -262,7 +274,9 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """A number that changes when a bit of the tensors does; they are contiguous."""
     total = 0
     for tensor in tensors:
-        if tensor.element_size() in _POISON:
+        if tensor.element_size() == 1:
+            total += int(tensor.view(torch.uint8).sum(dtype=torch.int64))
+        elif tensor.element_size() in _POISON:
             total += int(_bits(tensor).sum(dtype=torch.int64))
     return total
 
@@ -288,7 +302,7 @@ class Rig:
 
         def result() -> tuple[Poisoned, Poisoned | None]:
             lse = Poisoned((batch, heads, q_len), torch.float32, device) if spec.return_lse else None
-            return Poisoned(out_shape, inputs.q.dtype, device), lse
+            return Poisoned(out_shape, TORCH[spec.result_dtype], device), lse
 
         self._results = result(), result()
 
