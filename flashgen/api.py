@@ -784,8 +784,7 @@ def export(
     """
     from flashgen.build.compile import toolchain
     from flashgen.bundle.manifest import BundledKernel
-    from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
-    from flashgen.codegen.families import serving
+    from flashgen.bundle.write import ANY_CALL, check_place, fallback, wanted, write_bundle
     from flashgen.codegen.source import render
     from flashgen.errors import CompileFailed
     from flashgen.measure.compile_pool import CompilePool
@@ -805,9 +804,9 @@ def export(
             for spec, facts in wanted(workload.spec, record.admission):
                 kinds[spec, record.config, facts] = None
         for spec, facts in wanted(workload.spec, "any"):
-            if facts == ANY_CALL:
-                family = serving(spec, to, facts, workload.heads_per_kv)[0]
-                kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
+            config = fallback(spec, to, workload.heads_per_kv)
+            if facts == ANY_CALL and config is not None:
+                kinds[spec, config, facts] = None
     if missing:
         listed = "\n  ".join(missing)
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")

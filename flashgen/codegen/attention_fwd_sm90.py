@@ -26,6 +26,7 @@ REGISTER_SPLIT = {
 multiprocessor: what setmaxnreg gives out of its 64 K."""
 SHARED_BYTES = 227 * KIB
 """Of a block on every GPU of this compute capability."""
+_BESIDE_SUMS = 30  # registers that ptxas wants for one product beside its sums, at most
 _BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
 
 
@@ -47,10 +48,14 @@ def _tiling(config: Config) -> Tiling:
 
 
 def registers_needed(config: Config, spec: AttentionSpec) -> int:
-    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice."""
+    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice.
+
+    With 8-bit inputs also its factors: three consumers of head_dim 128 and 128 keys do not compile with 160.
+    """
     block_n = config.number("block_n")
     out = sum(spec.v_chunks) * ROWS // 128
-    return out + block_n * ROWS // 128 + 2 * block_n * ROWS * spec.itemsize // 512
+    probabilities = block_n * ROWS * spec.itemsize // 512
+    return out + block_n * ROWS // 128 + 2 * probabilities + (8 if spec.quantized else 0)
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
@@ -60,6 +65,12 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     registers, _ = REGISTER_SPLIT[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+    launched, sums = (
+        _tiling(config).max_registers,
+        max(config.number("block_n"), *spec.v_chunks) * ROWS // 128,
+    )
+    if programs > 1 and sums + _BESIDE_SUMS > launched:
+        return f"a product's sums take {sums} registers, of {launched} that {programs} programs begin with"
     together = programs * (_shared_bytes(config, spec, target).most + KIB)
     if programs > 1 and together > target.shared_per_block + KIB:
         return f"{programs} programs need more shared memory than a multiprocessor has"
