@@ -361,10 +361,11 @@ def _as_factor(name: str, factor: Any, q: Tensor, heads: tuple[int, ...]) -> Fac
             f"{name} is {factor.dtype} on {factor.device}; it must be torch.float32 on {q.device}, as q is: "
             "convert it"
         )
-    shape = tuple(factor.shape)
-    shapes = [each for n in dict.fromkeys(heads) for each in ((n,), (q.shape[0], n))]
-    if shape not in [(), (1,), *shapes]:
-        listed = ", ".join(map(str, [(), (1,), *shapes]))
+    batch, shape = q.shape[0], tuple(factor.shape)
+    by_head = bool(shape) and any(shape[-1] == count for count in heads)
+    if not (shape in ((), (1,)) or (by_head and shape[:-1] in ((), (batch,)))):
+        shapes = [each for count in heads for each in ((count,), (batch, count))]
+        listed = ", ".join(dict.fromkeys(map(str, [(), (1,), *shapes])))
         raise InvalidArgument(
             f"{name} has shape {shape}; allowed: {listed}: of the tensor, each head, or each sequence's heads"
         )

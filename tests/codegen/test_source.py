@@ -191,7 +191,11 @@ def test_the_parts_signature_and_abi_agree() -> None:
     functions = {f.name: f for f in ast.parse(sample.text).body if isinstance(f, ast.FunctionDef)}
     abi = sample.abi(CallFacts(), part)
     assert [a.arg for a in functions[part.name].args.args] == [a.name for a in abi.args]
-    assert (part.before, abi.grid.rule, abi.environment) == (True, "key_tiles", sample.abi(CallFacts()).environment)
+    assert (part.before, abi.grid.rule, abi.environment) == (
+        True,
+        "key_tiles",
+        sample.abi(CallFacts()).environment,
+    )
     kinds = {a.name: (a.type, a.divisor) for a in abi.args}
     assert kinds["V"] == kinds["VALUES"] == ("*e4m3", 16) and kinds["padded_len"] == ("i32", 16)
     wide = {a.name: a.type for a in sample.abi(CallFacts(wide=True), part).args}

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from flashgen.build.arguments import FACTS, facts_code, flatten
+from flashgen.build.arguments import FACTS, facts_code
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
-from flashgen.build.launch import Kernel
+from flashgen.build.launch import load_kernel
 from flashgen.codegen.families import find_family
 from flashgen.codegen.source import render
 from flashgen.measure.check import Rig
@@ -52,17 +52,15 @@ class Call:
 
     def __init__(self, inputs: Inputs, spec: AttentionSpec, out: torch.Tensor, lse: torch.Tensor | None,
                  config: str = "", family: str = "attention_fwd") -> None:  # fmt: skip
-        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
-        self.env = flatten(
-            inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, inputs.layout
-        )
+        _, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
+        self.env = inputs.environment(out, lse)
         self.facts = FACTS[facts_code(self.env, spec.itemsize, tensors)]
         target, found = current_target(), find_family(family)
         heads, kv_heads = (inputs.bhsd(each).shape[1] for each in (inputs.q, inputs.k))
         chosen = found.find(config) if config else found.default(spec, target, self.facts)
         refusal = found.refuses(chosen, spec, target, self.facts, heads // kv_heads)
         assert not refusal, refusal
-        self.kernel = Kernel(compile_kernel(render(spec, chosen, toolchain()), self.facts, target))
+        self.kernel = load_kernel(compile_kernel(render(spec, chosen, toolchain()), self.facts, target))
 
     def __call__(self) -> None:
         self.kernel.launch(self.env, torch.cuda.current_stream().cuda_stream)
