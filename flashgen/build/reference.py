@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flashgen.build.precision import exact_product, without_autocast
-from flashgen.build.quantized import E4M3
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec.masks import Mask
@@ -133,6 +132,7 @@ def attention_reference(
     dtype: torch.dtype = torch.float32,
     round_p_to: torch.dtype | None = None,
     round_out_to: torch.dtype | None = None,
+    lift: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Exact softmax attention, computed plainly, over as many query rows at a time as memory allows.
 
@@ -147,9 +147,9 @@ def attention_reference(
         scale: factor on the scores; 1 / sqrt(head_dim) if None.
         dtype: float32 or float64, of the computation and of both results.
         round_p_to: round where a kernel with inputs of this dtype rounds: the weights (exp2 of score minus
-            row maximum) before they meet v, and the output. The normaliser sums the unrounded weights. To 8
-            bits weights are rounded at `E4M3_LIFT` times their size.
+            row maximum) before they meet v, and the output. The normaliser sums the unrounded weights.
         round_out_to: what the output is rounded to, where that is another dtype.
+        lift: weights are rounded at so many times their size; see `E4M3_LIFT`.
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
@@ -168,7 +168,6 @@ def attention_reference(
             weights = torch.exp2((scores - maximum) * math.log2(math.e))
             normaliser = weights.sum(-1, keepdim=True)
             if round_p_to is not None:
-                lift = E4M3_LIFT if round_p_to == E4M3 else 1.0
                 weights = (weights * lift).to(round_p_to).to(dtype) / lift
             output, lse = finished(maximum, normaliser, problem.weighted_values(weights, keys))
             outputs.append(output)

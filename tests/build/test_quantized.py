@@ -94,7 +94,9 @@ def test_the_reference_rounds_weights_of_8_bits_where_they_keep_digits() -> None
     """A weight of 2^-10 is a third of the least step of e4m3 as it is, and exact when it is lifted."""
     q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [-10 * math.log(2)]]]])
     v = torch.tensor([[[[0.0], [1024.0]]]])
-    out, lse = attention_reference(q, k, v, scale=1.0, round_p_to=E4M3, round_out_to=torch.float32)
+    out, lse = attention_reference(
+        q, k, v, scale=1.0, round_p_to=E4M3, round_out_to=torch.float32, lift=E4M3_LIFT
+    )
     exact, exact_lse = attention_reference(q, k, v, scale=1.0)
     torch.testing.assert_close(out, exact)
     assert torch.equal(lse, exact_lse) and 2.0**-10 * E4M3_LIFT >= 2.0**-6
@@ -102,5 +104,5 @@ def test_the_reference_rounds_weights_of_8_bits_where_they_keep_digits() -> None
 
 def test_the_output_is_rounded_to_its_own_dtype() -> None:
     q, k, v = torch.randn(3, 1, 1, 8, 16)
-    out, _ = attention_reference(q, k, v, round_p_to=E4M3, round_out_to=torch.bfloat16)
+    out, _ = attention_reference(q, k, v, round_p_to=E4M3, round_out_to=torch.bfloat16, lift=E4M3_LIFT)
     assert torch.equal(out, out.to(torch.bfloat16).float()) and not torch.equal(out, out.to(E4M3).float())

@@ -61,7 +61,9 @@ def test_one_key_seen_by_each_query_gives_its_value(keys: int) -> None:
     out = flashgen.attention(*stored, scale=30.0)
     assert torch.equal(out[0, 0, :, 63].cpu().float(), torch.ones(keys))
     found = out[0, 0, :, 0].float() + 16 * out[0, 0, :, 1].float()
-    assert torch.equal(found.cpu(), digits.float())
+    torch.testing.assert_close(
+        found.cpu(), digits.float(), rtol=0, atol=1e-9
+    )  # other keys: exp(-90) and less
 
 
 @pytest.mark.parametrize("config", [BASE.name, WIDE])
