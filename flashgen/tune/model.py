@@ -178,7 +178,16 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
     compute = waves * (blocks * step + overhead) / clock
     memory = roofline.input_bytes(workload) / roofline.bytes_per_s(target) * 1e6
     slower = math.prod(HANDICAPS.get(str(value), 1.0) for _, value in config.values)
-    return slower * max(compute, memory) + 2.0
+    return slower * max(compute, memory) + _before_us(workload, target) + 2.0
+
+
+def _before_us(workload: Workload, target: Target) -> float:
+    """8-bit values are read, transposed and written before."""
+    spec = workload.spec
+    if not spec.quantized:
+        return 0.0
+    values = workload.batch * workload.kv_heads * workload.k_len * spec.head_dim_v * spec.itemsize
+    return 2.0 + 2 * values / roofline.bytes_per_s(target) * 1e6
 
 
 def expected_error(config: Config) -> float:

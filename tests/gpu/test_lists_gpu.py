@@ -1,4 +1,4 @@
-"""Kernels that walk lists of tiles, on a GPU: documents of every kind, and lists that change between calls."""
+"""Kernels that walk lists of tiles, on a GPU: all kinds of documents, and lists that change between calls."""
 
 from __future__ import annotations
 
