@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flashgen.build import reference
 from flashgen.build.reference import OnlineState, attention_reference, online_attention
 from flashgen.errors import InvalidArgument
-from flashgen.spec.masks import Mask, causal, key_padding, parse_mask, sliding_window
+from flashgen.spec.masks import Mask, causal, document, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod, compose, softcap
 
@@ -45,7 +45,11 @@ def test_masks_mean_what_they_say(q_len, k_len):
     q_pos = q_idx + k_len - q_len
     lengths = torch.tensor([k_len // 2, 0])
     keys = torch.rand(2, k_len) < 0.6
+    ids = torch.randint(0, 3, (2, k_len))
+    row_ids = torch.where(q_pos >= 0, ids[:, q_pos.clamp(min=0).squeeze(1)].unsqueeze(2), -1)
     by_hand = {
+        document(ids): (row_ids == ids[:, None])[:, None],
+        document(ids.int()) & causal(): ((row_ids == ids[:, None]) & (q_pos >= k_idx))[:, None],
         causal(): q_pos >= k_idx,
         causal("top_left"): q_idx >= k_idx,
         sliding_window(3, 1): (k_idx >= q_pos - 3) & (k_idx <= q_pos + 1),

@@ -22,6 +22,7 @@ from flashgen.errors import CompileFailed, DoesNotFit
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.rule import Rule
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
 FAMILY = FAMILIES["attention_fwd_sm90"]
@@ -30,6 +31,7 @@ H200 = TARGETS["nvidia-h200"]
 CAUSAL, FULL = masks.causal().rule, masks.full().rule
 DOCUMENT = masks.document().rule
 CAUSAL_DOCUMENT = (masks.causal() & masks.document("i64")).rule
+NEAR_BY_HEAD = Rule.parse("mask", "abs(q_idx // 50 - k_idx // 50) <= reach[head] where reach: i32")
 WINDOW, SOFTCAP = masks.sliding_window(511, 0).rule, score_mods.softcap(30.0).rule
 
 
@@ -50,6 +52,7 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(256, 256, "bf16", CAUSAL, return_lse=True), "c2x1n64s2g4p1_late_lazy_tree_lane_plain"),
         (AttentionSpec(256, 256, "bf16", FULL), "c1x1n64s2g4p1_late_always_chain_row_plain"),
         (AttentionSpec(64, 64, "fp16", DOCUMENT, SOFTCAP), "c1x2n64s4g4p4_early_lazy_tree_lane_plain"),
+        (AttentionSpec(64, 64, "bf16", NEAR_BY_HEAD), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s4g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s2g4p1_pinned_always_chain_row_plain"),
     ],

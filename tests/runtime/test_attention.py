@@ -37,6 +37,7 @@ def draw(
     return q, k, v
 
 
+DOCUMENTS = torch.arange(26).view(2, 13) % 3
 KEEP = torch.tensor([[True] * 5 + [False] * 8, [False] * 13])
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -46,6 +47,8 @@ RULES: dict[str, dict[str, Any]] = {
     "padding": {"mask": masks.key_padding(torch.tensor([13, 4]))},
     "no key at all in one sequence": {"mask": masks.key_padding(KEEP)},
     "causal and padding": {"mask": masks.causal() & masks.key_padding(KEEP)},
+    "documents": {"mask": masks.document(DOCUMENTS)},
+    "causal and documents": {"mask": masks.causal() & masks.document(DOCUMENTS.int())},
     "not causal": {"mask": ~masks.causal()},
     "text": {"mask": "causal & sliding_window(4, 0) | full"},
     "softcap": {"score_mod": score_mods.softcap(1.5), "mask": "causal"},
