@@ -22,7 +22,6 @@ from flashgen.errors import CompileFailed, DoesNotFit
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.rule import Rule
-from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
 FAMILY = FAMILIES["attention_fwd_sm90"]
