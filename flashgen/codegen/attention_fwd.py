@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen import splits
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
 from flashgen.spec.config import Config, Value
@@ -15,6 +16,7 @@ def _tiling(config: Config) -> Tiling:
         num_warps=config.number("num_warps"),
         num_stages=config.number("num_stages"),
         descriptors=config["loads"] == "tma",
+        splits=config.number("splits"),
     )
 
 
@@ -80,4 +82,9 @@ ATTENTION_FWD = Family(
     limits=lambda config, spec, target: "",
     shared_bytes=_shared_bytes,
     defaults=_defaults,
+    options=splits.OPTIONS,
+    split_with=(("order", "heads"),),
+    derived=lambda config, spec: {"combined_rows": splits.combined_rows(config)},
+    parts=splits.parts,
+    scratch=splits.scratch,
 )

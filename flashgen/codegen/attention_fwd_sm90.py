@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashgen.codegen import splits
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
@@ -42,6 +43,7 @@ def _tiling(config: Config) -> Tiling:
         warps=warps,
         programs=programs,
         max_registers=REGISTERS // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
+        splits=config.number("splits"),
     )
 
 
@@ -72,7 +74,10 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
     """Whether the output leaves through memory of its own, or through that of the queries.
 
     With its own the next tile's queries can be loaded meanwhile, if there is a next tile and there is room.
+    A part of split keys leaves from the registers: 32 bytes of each row at a time, which is a whole sector.
     """
+    if config.number("splits") > 1:
+        return False
     qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
     if qk[: len(v)] != v:
         return True
@@ -99,6 +104,7 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
     return {
         "registers": {"consumer": consumer, "producer": producer},
         "out_buffer": _has_out_buffer(config, spec),
+        "combined_rows": splits.combined_rows(config),
         "rescale_pack": min(head_dim_chunks(spec.head_dim_v)) * ROWS // 128,
     }
 
@@ -140,4 +146,14 @@ ATTENTION_FWD_SM90 = Family(
     shared_bytes=_shared_bytes,
     defaults=_defaults,
     derived=_derived,
+    options=splits.OPTIONS,
+    split_with=(
+        ("group", 4),
+        ("order", "late"),
+        ("rescale", "lazy"),
+        ("row_max", "tree"),
+        ("row_sum", "lane"),
+    ),
+    parts=splits.parts,
+    scratch=splits.scratch,
 )

@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Part, Scratch, environment_names
+from flashgen.codegen import splits
+from flashgen.codegen.abi import (
+    WORKSPACE,
+    Abi,
+    Arg,
+    Part,
+    Scratch,
+    environment_names,
+    tensor_arguments,
+)
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
 from flashgen.codegen.families import FAMILIES
 from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
-from flashgen.spec.config import Config
+from flashgen.spec.config import OPTIONAL, Config
 
 TRITON_TYPES = {"i1": "*i1", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "i32": "*i32", "i64": "*i64"}
 
@@ -133,8 +142,7 @@ def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
 
 def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[tuple[Arg, ...]]:
     """A tensor as pointer and strides, or as one descriptor a chunk."""
-    source, letter = tensor.lower(), tensor[0].lower()
-    dtype = spec.dtype
+    source, dtype = tensor.lower(), spec.dtype
     if rows := _descriptor_rows(tensor, config):
         return [
             tuple(
@@ -142,12 +150,7 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
                 for c in chunks(spec, tensor)
             )
         ]
-    row = "n" if tensor in ("K", "V") else "m"
-    axes = (("b", "batch"), ("h", "head"), (row, "row"), ("d", "dim"))
-    pointer = Arg(tensor, source, f"*{dtype}")
-    return [
-        (pointer, *(Arg(f"stride_{letter}{short}", f"{source}.stride.{axis}", "i32") for short, axis in axes))
-    ]
+    return [tensor_arguments(tensor, dtype)]
 
 
 def _descriptor_rows(tensor: str, config: Config) -> str:
@@ -165,10 +168,14 @@ def _descriptor_rows(tensor: str, config: Config) -> str:
 
 def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ...]:
     """The kernel's arguments in order, grouped by line of the signature."""
-    groups = [g for tensor in ("Q", "K", "V", "OUT") for g in _tensor_arguments(tensor, spec, config)]
-    if spec.return_lse:
-        groups.append((Arg("LSE", "lse", "*fp32"),))
     tiling = FAMILIES[config.family].tiling(config)
+    whole = tiling.splits == 1  # else output and LSE are another kernel's
+    tensors = ("Q", "K", "V", "OUT") if whole else ("Q", "K", "V")
+    groups = [g for tensor in tensors for g in _tensor_arguments(tensor, spec, config)]
+    if not whole:
+        groups.append(splits.BUFFERS)
+    elif spec.return_lse:
+        groups.append((Arg("LSE", "lse", "*fp32"),))
     if tiling.persistent:
         groups.append((Arg("WORKSPACE", WORKSPACE, "*i32"),))
     names = ("heads", "heads_per_kv", "q_len", "k_len", "scale")
@@ -257,7 +264,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             name=name,
             title=_title(spec),
             spec=spec,
-            config=dict(config.values),
+            config=OPTIONAL | dict(config.values),
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},
