@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -147,8 +149,10 @@ def _compile(source: KernelSource, facts: CallFacts, target: Target, folder: Pat
 def _compile_one(source: KernelSource, function: Any, abi: Abi, target: Target) -> Artifact:
     from triton.backends.compiler import GPUTarget
 
+    gluon = function.is_gluon()
     try:
-        compiled = triton_compile(function, abi, GPUTarget("cuda", target.arch, 32))
+        with _listening_to_ptxas(gluon) as heard:
+            compiled = triton_compile(function, abi, GPUTarget("cuda", target.arch, 32))
     except OSError:
         raise
     except Exception as error:  # triton raises many kinds; nearly all mean that there is no kernel
@@ -158,8 +162,11 @@ def _compile_one(source: KernelSource, function: Any, abi: Abi, target: Target) 
         raise CompileFailed(f"{source.name} wants {metadata.global_scratch_size} B of scratch memory")
     cubin = compiled.asm["cubin"]
     registers, spilled = resource_usage(cubin)
-    if function.is_gluon():
-        _check_asynchronous(source.name, compiled.asm["ptx"], cubin, spilled, target)
+    if gluon:
+        said = heard.getvalue()
+        if f"'{metadata.name}'" not in said:
+            said = _ptxas_log(compiled.asm["ptx"], target)
+        _check_asynchronous(source.name, said, cubin, spilled)
     return Artifact(
         name=metadata.name,
         cubin=cubin,
@@ -196,6 +203,24 @@ def triton_compile(function: Any, abi: Abi, gpu: Any) -> Any:
         target=gpu,
         options={"num_warps": abi.num_warps, "num_stages": abi.num_stages, **registers},
     )
+
+
+@contextmanager
+def _listening_to_ptxas(wanted: bool) -> Iterator[io.StringIO]:
+    """Has Triton print what its ptxas says, and hears that instead of the terminal.
+
+    Nothing is heard of a kernel that comes out of Triton's own cache. Knob and standard output are the whole
+    process's: where other threads might print or compile, or the user wants the log, they are left alone.
+    """
+    from triton import knobs
+
+    heard = io.StringIO()
+    if not wanted or threading.active_count() > 1 or knobs.nvidia.dump_ptxas_log:
+        yield heard
+        return
+    with knobs.nvidia.scope(), redirect_stdout(heard):
+        knobs.nvidia.dump_ptxas_log = True
+        yield heard
 
 
 def _type(arg: Arg, gluon: bool) -> str:
@@ -237,7 +262,7 @@ def _descriptors(metadata: Any, abi: Abi) -> tuple[DescriptorFacts, ...]:
     )
 
 
-def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target: Target) -> None:
+def _check_asynchronous(name: str, said: str, cubin: bytes, spilled: int) -> None:
     """Refuses an asynchronous kernel whose products wait for each other, which triton does not tell.
 
     ptxas warns where it puts a wait behind every wgmma: C7510 (a call it cannot see through), C7512 (too few
@@ -245,7 +270,6 @@ def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target:
     spills are as bad where the loop over keys makes them; what is spilled once for each tile costs nothing
     that was measured, and the fastest kernels of head_dim 64 do it.
     """
-    said = _ptxas_log(ptx, target)
     if found := re.search(r"\((C751[024])\)[^:]*:?\s*(.*)", said):
         raise CompileFailed(f"{name}: ptxas {found[1]}: {found[2].strip()[:200]}")
     if spilled and (count := spills_in_loops(sass(cubin))) > SPILLS_LEFT_TO_THE_CLOCK:
@@ -253,7 +277,10 @@ def _check_asynchronous(name: str, ptx: str, cubin: bytes, spilled: int, target:
 
 
 def _ptxas_log(ptx: str, target: Target) -> str:
-    """What ptxas says of a kernel, information and warnings: the ptxas that triton takes for the target."""
+    """What the ptxas that triton takes for the target says of a kernel, information and warnings.
+
+    It takes a quarter of the whole compile, so it runs only where nothing was heard of Triton's own run.
+    """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:

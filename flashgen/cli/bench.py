@@ -6,11 +6,12 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from flashgen.build.inputs import Inputs
     from flashgen.measure.bench import Clock
+    from flashgen.measure.child import Failure
     from flashgen.measure.peers import Launch
     from flashgen.spec.attention import Workload
 
@@ -64,6 +66,13 @@ SHAPE = (
     help="What to compare, by commas; what is not installed is left out, with the reason.",
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Shapes that are made ready (compiled, checked) at the same time; they are timed one by one.",
+)
 @click.option("--out", type=FilePath(dir_okay=False), help="Write the rows into this JSON file.")
 @click.option("--merge", is_flag=True, help="Keep the rows of the file of --out, and how they were made.")
 @click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds for one shape.")
@@ -75,6 +84,7 @@ def bench(
     gpu: int,
     impls: str,
     passes: int,
+    jobs: int,
     out: str | None,
     merge: bool,
     timeout: float,
@@ -83,7 +93,8 @@ def bench(
     """Times FlashGen against its peers on a GPU.
 
     One process for each shape; in it all implementations take turns, and the medians over the passes are
-    compared. FlashGen runs the kernel that a call gets, so tune the shapes first.
+    compared. FlashGen runs the kernel that a call gets, so tune the shapes first. With --jobs many shapes
+    compile at once (FlexAttention takes 10 s a shape), and while one is timed the others wait.
 
     \b
     Examples:
@@ -112,9 +123,10 @@ def bench(
         before, earlier = _read(Path(out), header)
     progress = console(stderr=True)
     results = []
+    timed = _timed(workloads, {"gpu": gpu, "impls": names, "passes": passes}, jobs, timeout)
     for number, workload in enumerate(workloads, 1):
         progress.print(f"{number}/{len(workloads)}  {workload.spec.key}  {workload.name}")
-        results.append(_shape(workload, f"{header['date']}/{number}", gpu, names, passes, timeout))
+        results.append(_result(workload, f"{header['date']}/{number}", names, next(timed)))
         rows = _merged(before, [row for result in results for row in result.rows])
         # After each shape, so that an interrupted run keeps what it has; into a pipe or a device once.
         if out and (number == len(workloads) or replaceable(Path(out))):
@@ -143,7 +155,7 @@ def _impls(text: str) -> list[str]:
     return names
 
 
-# One shape, in the parent
+# The shapes, in the parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +168,34 @@ class Result:
     """Implementations without a row, and why."""
 
 
-def _shape(
-    workload: Workload, run: str, gpu: int, impls: Sequence[str], passes: int, timeout: float
-) -> Result:
-    """Runs one shape in a process of its own: a peer that crashes or hangs costs this shape only."""
+def _timed(
+    workloads: Sequence[Workload], options: dict[str, Any], jobs: int, timeout: float
+) -> Iterator[Rows | Failure]:
+    """What each shape gave, in order, each in a process of its own: a peer that crashes or hangs costs its
+    shape only. `jobs` of them are made ready together, and timed once all are.
+    """
     from flashgen.measure.child import Child, Failure
 
-    options = {"gpu": gpu, "impls": list(impls), "passes": passes}
-    child = Child("flashgen.cli.bench:opponents", options)
-    try:
-        answer = child.call(workload, timeout)
-    finally:
-        child.close()
+    # Each has the cores to itself, or shares them.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if jobs > 1 else {}
+    for start in range(0, len(workloads), jobs):
+        shapes = workloads[start : start + jobs]
+        children = [Child("flashgen.cli.bench:opponents", options, environment) for _ in shapes]
+        with ThreadPoolExecutor(len(shapes)) as threads:  # a child lives as long as the thread that began it
+            try:
+                made_ready = threads.map(lambda child, shape: child.call(shape, timeout), children, shapes)
+                for child, failed in zip(children, list(made_ready), strict=True):
+                    yield failed if isinstance(failed, Failure) else child.call(None, timeout)
+                    child.close()
+            finally:
+                for child in children:
+                    child.close()
+
+
+def _result(workload: Workload, run: str, impls: Sequence[str], answer: Rows | Failure) -> Result:
+    """The rows of a shape with its columns, or the reason of each for having none."""
+    from flashgen.measure.child import Failure
+
     if isinstance(answer, Failure):
         return Result(workload, [], dict.fromkeys(impls, f"{answer.status.value}: {answer.reason}"))
     rows, left_out = answer
@@ -203,8 +231,8 @@ Rows = tuple[list[dict[str, Any]], dict[str, str]]
 """Rows without the shape's columns, and what was left out and why."""
 
 
-def opponents(gpu: int, impls: list[str], passes: int) -> Callable[[Workload], Rows]:
-    """What the child does with a workload, on one GPU."""
+def opponents(gpu: int, impls: list[str], passes: int) -> Callable[[Workload | None], Rows | None]:
+    """What the child does on one GPU: makes a workload ready; asked again, with None, it times it."""
     import torch
 
     from flashgen.build.device import live_target
@@ -214,19 +242,24 @@ def opponents(gpu: int, impls: list[str], passes: int) -> Callable[[Workload], R
     torch.cuda.set_device(gpu)
     target = live_target(gpu)
     clock = CudaClock(gpu, target.l2_mib)
-    return lambda workload: compared(
-        workload, f"cuda:{gpu}", impls, clock, passes, floor_us(workload, target)
-    )
+    waiting: list[tuple[Workload, Ready]] = []
+
+    def answer(workload: Workload | None) -> Rows | None:
+        if workload is not None:
+            waiting.append((workload, ready(workload, f"cuda:{gpu}", impls)))
+            return None
+        workload, opposed = waiting.pop()
+        return compared(workload, opposed, clock, passes, floor_us(workload, target))
+
+    return answer
 
 
-def compared(
-    workload: Workload, device: str, impls: Sequence[str], clock: Clock, passes: int, floor_us: float
-) -> Rows:
-    """Checks and times the implementations of one workload, taking turns."""
+def compared(workload: Workload, opposed: Ready, clock: Clock, passes: int, floor_us: float) -> Rows:
+    """Times the implementations of one workload, taking turns."""
     from flashgen.measure.bench import compare
     from flashgen.spec.record import Status
 
-    launches, families, errors, left_out = ready(workload, device, impls)
+    launches, families, errors, left_out = opposed
     timings = compare(launches, clock, passes=passes, floor_us=floor_us) if launches else {}
     rows = []
     for name, timing in timings.items():
@@ -248,15 +281,20 @@ def compared(
     return rows, left_out
 
 
-def ready(
-    workload: Workload, device: str, impls: Sequence[str]
-) -> tuple[dict[str, Launch], dict[str, str], dict[str, float], dict[str, str]]:
-    """Builds and checks each implementation.
+class Ready(NamedTuple):
+    """The implementations of a workload, by name."""
 
-    Returns:
-        By name: what to launch, the kernel family, the largest error against the float32 reference, and for
-        those that cannot run or are wrong the reason.
-    """
+    launches: dict[str, Launch]
+    families: dict[str, str]
+    """The kernel family; empty for a peer."""
+    errors: dict[str, float]
+    """The largest error against the float32 reference."""
+    left_out: dict[str, str]
+    """Those that cannot run or are wrong, and why."""
+
+
+def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
+    """Builds and checks each implementation."""
     from flashgen.build.inputs import make_inputs
     from flashgen.measure.check import Expected
     from flashgen.measure.peers import build_peer
@@ -280,7 +318,7 @@ def ready(
             launches[name] = launch
         else:
             left_out[name] = f"wrong: {verdict.reason}"
-    return launches, families, errors, left_out
+    return Ready(launches, families, errors, left_out)
 
 
 def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:

@@ -28,7 +28,7 @@ COMPILE_TIMEOUT_S = 60.0
 """A compile takes 1 to 2 s on one core; one that needs a minute is not worth its kernel."""
 AHEAD = 16
 """Candidates asked for before the first of them is measured, at most: enough to hide compiles of 1 s behind
-trials of 0.15 s, few enough that the search still learns from most of what it has tried."""
+trials of 0.2 s, few enough that the search still learns from most of what it has tried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from flashgen.cli import bench
 from flashgen.cli.options import Selection
 from flashgen.cli.output import console
 from flashgen.errors import InvalidArgument
+from flashgen.measure import child
+from flashgen.measure.child import Failure
+from flashgen.spec.attention import Workload
+from flashgen.spec.record import Status
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks"
 SMALL = Selection(head_dim=64, heads=4, kv_heads=2, batch=2, seq=(128,), mask=("causal",)).workloads()[0]
@@ -95,7 +100,9 @@ class WallClock:
 
 
 def test_rows_of_a_real_comparison() -> None:
-    rows, left_out = bench.compared(SMALL, "cpu", ["flashgen", "fa2", "cudnn"], WallClock(), 3, 0.0)
+    rows, left_out = bench.compared(
+        SMALL, bench.ready(SMALL, "cpu", ["flashgen", "fa2", "cudnn"]), WallClock(), 3, 0.0
+    )
     assert [row["impl"] for row in rows] == ["flashgen", "fa2"] and set(left_out) == {"cudnn"}
     for row in rows:
         assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
@@ -105,7 +112,7 @@ def test_rows_of_a_real_comparison() -> None:
 
 
 def test_an_impossible_time_is_no_row() -> None:
-    rows, left_out = bench.compared(SMALL, "cpu", ["fa2"], WallClock(), 3, floor_us=1e9)
+    rows, left_out = bench.compared(SMALL, bench.ready(SMALL, "cpu", ["fa2"]), WallClock(), 3, floor_us=1e9)
     assert rows == []
     assert left_out["fa2"].startswith("WRONG: timed at ")
 
@@ -190,3 +197,29 @@ def test_the_table_has_rates_and_ratios(capsys: pytest.CaptureFixture[str]) -> N
     assert "1.50" in printed
     assert "mask[q_pos >= k_idx]" in printed  # not taken for markup
     assert "cudnn has no row for 1 of 1 shape: it is not here" in printed
+
+
+def test_shapes_are_made_ready_together_and_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    crashed = Failure(Status.CRASH, "gone")
+
+    class Noted:
+        def __init__(self, entry: str, options: dict[str, Any], environment: dict[str, str]) -> None:
+            assert entry == "flashgen.cli.bench:opponents" and options == {"passes": 3}
+            self.length = 0
+
+        def call(self, job: Workload | None, timeout: float) -> object:
+            self.length = job.q_len if job else self.length
+            asked.append(f"{'ready' if job else 'timed'} {self.length}")
+            return crashed if self.length == 2 else None if job else ([{"ms": self.length}], {})
+
+        def close(self) -> None:
+            asked.append(f"closed {self.length}")
+
+    monkeypatch.setattr(child, "Child", Noted)
+    shapes = [replace(SMALL, q_len=length) for length in (1, 2, 3)]
+    answers = list(bench._timed(shapes, {"passes": 3}, 2, 9.0))
+    assert answers == [([{"ms": 1}], {}), crashed, ([{"ms": 3}], {})]
+    assert sorted(asked[:2]) == ["ready 1", "ready 2"]
+    assert asked[2:5] == ["timed 1", "closed 1", "closed 2"] and asked.index("ready 3") > 4
+    assert {f"closed {length}" for length in (1, 2, 3)} <= set(asked)

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashgen.build import compile as compiler
 from flashgen.build.artifact import Artifact
 from flashgen.build.compile import compile_kernel, sass, spills_in_loops, toolchain
 from flashgen.codegen.families import FAMILIES
@@ -77,6 +79,64 @@ def test_a_kernel_whose_products_ptxas_puts_in_line_is_refused(tmp_path: Path) -
     with pytest.raises(CompileFailed, match=r"ptxas C7512: .*wgmma"):
         build(spec, name, tmp_path)
     assert not list(tmp_path.glob("artifacts/*")), "a later run refuses it too"
+
+
+# The log of ptxas
+
+SMALL = AttentionSpec(64, 64, "fp16", FULL), "c1x1n64s2g4p1_late_always_chain_row_plain"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The logs for which ptxas ran a second time; Triton's cache is empty, and this thread alone."""
+    logs: list[str] = []
+    ptxas_log = compiler._ptxas_log
+
+    def noted(*arguments: Any) -> str:
+        logs.append(ptxas_log(*arguments))
+        return logs[-1]
+
+    monkeypatch.setattr(compiler, "_ptxas_log", noted)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with compiler.scratch():
+        yield logs
+
+
+def test_one_run_of_ptxas_gives_kernel_and_log(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+    monkeypatch.setattr(compiler, "_check_asynchronous", lambda name, said, *_: heard.append(said))
+    before = dict(os.environ)
+    build(*SMALL, tmp_path)
+    assert not runs and capsys.readouterr().out == "" and dict(os.environ) == before
+    build(*SMALL, tmp_path / "other")  # out of Triton's cache
+    assert len(runs) == 1
+    first, second = (re.sub("Compile time = .*", "", said).split() for said in heard)
+    assert first == second and "registers," in first
+
+
+def test_the_log_is_read_of_a_kernel_out_of_tritons_cache(runs: list[str], tmp_path: Path) -> None:
+    spec = AttentionSpec(128, 128, "bf16", FULL)
+    for cache, count in (("one", 0), ("other", 1)):
+        with pytest.raises(CompileFailed, match="ptxas C7512"):
+            build(spec, "c3x1n128s2g4p1_late_lazy_tree_lane_plain", tmp_path / cache)
+        assert len(runs) == count
+
+
+def test_what_other_threads_print_is_theirs(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    triton_compile = compiler.triton_compile
+
+    def beside(*arguments: Any) -> Any:
+        print("another thread's")
+        return triton_compile(*arguments)
+
+    monkeypatch.setattr(compiler, "triton_compile", beside)
+    build(*SMALL, tmp_path)
+    assert len(runs) == 1 and capsys.readouterr().out == "another thread's\n"
 
 
 # Spills

@@ -45,10 +45,25 @@ def test_median_minimum_and_maximum_are_kept() -> None:
     assert timing.spread == pytest.approx(0.02)
 
 
-def test_it_warms_up_before_anything_counts() -> None:
+@pytest.mark.parametrize(("us", "heat"), [(1000.0, 100), (300_000.0, 1), (1.0, MOST_HEAT)])
+def test_it_warms_up_and_heats_the_card_before_anything_counts(us: float, heat: int) -> None:
+    """0.1 s of load; a kernel bound by its launch gets no endless number of launches."""
     clock = SetClock()
-    time_kernel(kernel(1000.0), clock)
-    assert clock.asked == [("warm", 2), ("each", 3), ("each", 20)]
+    time_kernel(kernel(us), clock, best_us=us)
+    assert clock.asked[:3] == [("warm", WARMUP), ("each", QUICK), ("warm", heat)]
+    assert [how for how, _ in clock.asked[3:]] == ["replayed" if us < GRAPH_BELOW_US else "each"]
+
+
+def test_a_candidate_is_timed_without_the_boost_of_a_cool_card() -> None:
+    """10 % faster until it has run for 0.1 s: fast enough to be timed in full, which then says what it is."""
+
+    class CoolClock(SetClock):
+        def each(self, launch: Callable[[], Any], count: int) -> list[float]:
+            hot = sum(count for how, count in self.asked if how == "warm") > 50
+            return [us if hot else us / 1.1 for us in super().each(launch, count)]
+
+    timing = time_kernel(kernel(1250.0), CoolClock(), best_us=1000.0)
+    assert (timing.status, timing.median_us) == (Status.OK, 1250.0)
 
 
 def test_short_kernels_are_timed_by_replay() -> None:
@@ -73,6 +88,7 @@ def test_a_noisy_clock_gets_more_samples() -> None:
 
 
 def test_a_clearly_slower_kernel_stops_after_three_launches() -> None:
+    """And heats nothing."""
     clock = SetClock()
     timing = time_kernel(kernel(200.0), clock, best_us=100.0)
     assert (timing.status, timing.passes) == (Status.SLOW, 3)

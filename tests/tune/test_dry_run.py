@@ -226,7 +226,7 @@ def test_the_pace_without_any_record() -> None:
     assert expected_pace("measured", 2).seconds == COMPILE_S / 2
     assert expected_pace("measured", 16).seconds == MEASURE_S, "the GPU is what is waited for"
     assert expected_pace("model", 16).seconds == COMPILE_S / 16
-    assert "0.15 s a measurement" in expected_pace("measured", 4).rests_on
+    assert "0.2 s a measurement" in expected_pace("measured", 4).rests_on
     assert "measurement" not in expected_pace("model", 4).rests_on
     assert "1.5 s a compile in 4 at a time" in expected_pace("model", 4).rests_on
 
