@@ -84,7 +84,6 @@ ATTENTION_FWD = Family(
     defaults=_defaults,
     options=splits.OPTIONS,
     split_with=(("order", "heads"),),
-    derived=lambda config, spec: {"combined_rows": splits.combined_rows(config)},
     parts=splits.parts,
     scratch=splits.scratch,
 )

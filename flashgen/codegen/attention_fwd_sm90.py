@@ -104,7 +104,6 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
     return {
         "registers": {"consumer": consumer, "producer": producer},
         "out_buffer": _has_out_buffer(config, spec),
-        "combined_rows": splits.combined_rows(config),
         "rescale_pack": min(head_dim_chunks(spec.head_dim_v)) * ROWS // 128,
     }
 

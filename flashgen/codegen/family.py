@@ -17,7 +17,7 @@ from flashgen.spec.form import shown
 from flashgen.spec.target import KIB, Target
 
 MOST_PROGRAMS = 4
-"""For each multiprocessor, of a kernel that splits keys: with as many tiles a GPU is filled without splits."""
+"""For each multiprocessor, of a kernel that splits keys: so many tiles fill a GPU without splits."""
 LEAST_BLOCKS = 8
 """Of keys, of each part in a default that splits them: about what the second kernel costs, 3 to 4 us."""
 
@@ -104,8 +104,8 @@ class Family:
     options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     """Further tunables, of those that a config leaves out (`spec.config.OPTIONAL`)."""
     split_with: tuple[tuple[str, Value], ...] = ()
-    """What a search has of other tunables where it splits keys: the best on average, by a few per cent, which is
-    little beside what the splits are worth, and each would double the space."""
+    """What a search has of other tunables where it splits keys: the best on average. Other values are worth a
+    few per cent, where splits are worth a factor, and would treble a space of thousands."""
     derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
     """What else the template reads: values that follow from config and spec."""
     parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
@@ -234,8 +234,8 @@ class Family:
         if tiling.splits == 1 or programs <= MOST_PROGRAMS * target.sm_count:
             return ""
         return (
-            f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more than "
-            f"{MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
+            f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more "
+            f"than {MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
         )
 
     def feasible(
@@ -270,8 +270,8 @@ class Family:
     def _splits(
         self, config: Config, spec: AttentionSpec, workload: Workload, target: Target
     ) -> Iterator[Config]:
-        """The config with its keys split in each way that a search should try: into no more parts than there are
-        blocks of keys, and into so many that a quarter of the multiprocessors have work."""
+        """The config with its keys split in each way that a search should try: into no more parts than there
+        are blocks of keys, and into so many that a quarter of the multiprocessors have work."""
         if any(config[name] != value for name, value in self.split_with):
             return
         tiling = self.tiling(config)

@@ -17,15 +17,6 @@ OPTIONS: tuple[tuple[str, tuple[Value, ...]], ...] = (("splits", (1, 2, 4, 8, 16
 BUFFERS = (Arg("PARTIAL", "scratch.partial", "*fp32"), Arg("PARTIAL_LSE", "scratch.partial_lse", "*fp32"))
 """As the kernels take them: the output of each part, and its LSE in log2 units."""
 
-_COMBINED = 64
-"""Rows of parts that a program of the second kernel holds: with head_dim 128 and four warps 64 values of each
-thread, all loaded before any is used, since what such a program takes is one trip to memory."""
-
-
-def combined_rows(config: Config) -> int:
-    """Query rows that a program of the second kernel merges the parts of."""
-    return max(_COMBINED // config.number("splits"), 1)
-
 
 def scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     """(batch, split, head, row) of the parts' outputs and LSEs, float32."""
@@ -46,4 +37,4 @@ def parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     lse = ((Arg("LSE", "lse", "*fp32"),),) if spec.return_lse else ()
     sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"))
     arguments = (BUFFERS, tensor_arguments("OUT", spec.dtype), *lse, sizes)
-    return (Part("combine_splits", False, arguments, Grid("row_tiles", combined_rows(config))),)
+    return (Part("combine_splits", False, arguments, Grid("row_tiles", 1), num_warps=1),)

@@ -30,8 +30,8 @@ SHORT_NAMES = {
 }
 
 OPTIONAL: dict[str, Value] = {"splits": 1}
-"""Tunables that a config leaves out where they have this value: what was named, recorded and rendered before a
-tunable existed stays as it was."""
+"""Tunables that a config leaves out where they have this value: what was named, recorded and rendered before
+one existed stays as it was."""
 
 
 @dataclass(frozen=True, slots=True)

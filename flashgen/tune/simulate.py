@@ -293,7 +293,9 @@ def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) 
     held = {config.family for config in found}
     serve = serving(spec, target, facts, group)
     families = [family for family in serve if family.name in held] or serve
-    space = [config for family in families for config in family.feasible(spec, target, facts, group, workload)]
+    space = [
+        config for family in families for config in family.feasible(spec, target, facts, group, workload)
+    ]
     recorded = tuple(found[config] for config in space if config in found)
     told = f"{workload.name} of [{spec.key}]"
     if len(recorded) < LEAST_COVERED * len(space):
