@@ -11,7 +11,7 @@ from flashgen.build.arguments import FACTS, facts_code, flatten
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
-from flashgen.build.launch import Kernel
+from flashgen.build.launch import load_kernel
 from flashgen.codegen.families import find_family
 from flashgen.codegen.source import render
 from flashgen.measure.check import Rig
@@ -62,7 +62,7 @@ class Call:
         chosen = found.find(config) if config else found.default(spec, target, self.facts)
         refusal = found.refuses(chosen, spec, target, self.facts, heads // kv_heads)
         assert not refusal, refusal
-        self.kernel = Kernel(compile_kernel(render(spec, chosen, toolchain()), self.facts, target))
+        self.kernel = load_kernel(compile_kernel(render(spec, chosen, toolchain()), self.facts, target))
 
     def __call__(self) -> None:
         self.kernel.launch(self.env, torch.cuda.current_stream().cuda_stream)
