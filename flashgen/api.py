@@ -23,7 +23,7 @@ from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, check, transformed
+from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
@@ -83,12 +83,16 @@ def attention(
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Exact softmax attention by the fastest kernel known for the call.
 
     Args:
-        q: (batch, heads, q_len, head_dim), any strides; float16, bfloat16 or float32. Head dims are multiples
-            of 8 from 16 to 256.
+        q: (batch, heads, q_len, head_dim), any strides; float16, bfloat16, float32 or float8_e4m3fn. Head
+            dims are multiples of 8 from 16 to 256.
         k: (batch, kv_heads, k_len, head_dim), where kv_heads divides heads.
         v: (batch, kv_heads, k_len, head_dim_v).
         mask: which keys a query sees: a `Mask` of `flashgen.masks`, its name, or None for all. `causal` lines
@@ -97,11 +101,15 @@ def attention(
         scale: factor on the scores, of any sign; 1 / sqrt(head_dim) if None.
         layout: `bhsd` as above, or `bshd`: (batch, seq, heads, head_dim) for all three and the output.
         return_lse: also return the logarithm of the sum of exponentials.
+        q_descale, k_descale, v_descale: of float8_e4m3fn tensors, true value = stored value * descale: a
+            number, or float32 on the tensors' device of shape (), (1), (heads,) or (batch, heads), where k, v
+            and, if it likes, q count key heads. Not negative; 1 if None. No value is read on the host.
+        out_dtype: of the output for float8_e4m3fn tensors: bfloat16 (if None) or float16.
 
     Returns:
-        The output (batch, heads, q_len, head_dim_v) in q's dtype, layout and order of axes in memory; with
-        `return_lse` a pair with the natural LSE (batch, heads, q_len) in float32. A query that sees no key
-        has output 0 and LSE -inf.
+        The output (batch, heads, q_len, head_dim_v) in q's dtype (`out_dtype` for float8_e4m3fn), layout and
+        order of axes in memory; with `return_lse` a pair with the natural LSE (batch, heads, q_len) in
+        float32. A query that sees no key has output 0 and LSE -inf.
 
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched.
@@ -109,17 +117,20 @@ def attention(
     CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute it.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
+    given = None
+    if not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None):
+        given = Given(q_descale, k_descale, v_descale, out_dtype)
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if torch.compiler.is_compiling():
-        if _differentiated(q, k, v):
-            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
-        return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse)
+        if _differentiated(q, k, v, given):
+            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+        return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
-        if _differentiated(q, k, v):
-            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse)
-        return _serve(q, k, v, mask, score_mod, scale, layout, return_lse)
-    return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse)
+        if _differentiated(q, k, v, given):
+            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+        return _serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
 
 
 def sdpa(
@@ -149,16 +160,24 @@ def sdpa(
 
 
 def _serve(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: Any, layout: str, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score_mod: Any,
+    scale: Any,
+    layout: str,
+    return_lse: bool,
+    given: Given | None,
 ) -> Any:
     """A call that needs no gradient: what eager calls and the operator both end in."""
     if q.is_cuda:
         try:
-            return _dispatcher().attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+            return _dispatcher().attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         except RuntimeError:  # which a tensor without strides also gives, when it is asked for them
-            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
             raise
-    call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+    call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     out, lse = torch_path.empty_result(call) if call.empty else torch_path.reference(call)
     return (out, lse) if return_lse else out
 
@@ -166,9 +185,14 @@ def _serve(
 _OPERATOR = op.define(_serve)
 
 
-def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None) -> bool:
     """Whether a call is part of a derivative, backward or forward, or of a transform of `torch.func`."""
-    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needed = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (given is not None and any(factor.requires_grad for factor in given.tensors))
+    )
     return needed or transformed()
 
 
@@ -178,16 +202,24 @@ def _differentiable(*arguments: Any) -> Any:
 
 
 def _unusual(
-    q: Any, k: Any, v: Any, mask: Any, score_mod: Any, scale: Any, layout: str, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    score_mod: Any,
+    scale: Any,
+    layout: str,
+    return_lse: bool,
+    given: Given | None,
 ) -> Any:
     """A call whose tensors are not plain ones, or that a mode of torch (fake tensors) or a trace watches."""
-    arguments = (q, k, v, mask, score_mod, scale, layout, return_lse)
+    arguments = (q, k, v, mask, score_mod, scale, layout, return_lse, given)
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
     odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
     try:
-        if _differentiated(*tensors):
+        if _differentiated(*tensors, given):
             return _differentiable(*arguments)
         if not odd and not _watched():
             return _serve(*arguments)
@@ -356,6 +388,10 @@ def explain(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """What a call would run, and why every other step was passed over; print it.
 
@@ -366,11 +402,12 @@ def explain(
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
     q, k, v = autocasted(q, k, v)
+    given = Given(q_descale, k_descale, v_descale, out_dtype)
     if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
-        if mask is not None or score_mod is not None or layout != "bhsd" or return_lse:
+        if mask is not None or score_mod is not None or layout != "bhsd" or return_lse or given != Given():
             raise InvalidArgument(
-                "explain got arguments of attention (mask, score_mod, layout, return_lse) and of sdpa "
-                "(attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
+                "explain got arguments of attention (mask, score_mod, layout, return_lse, those of 8-bit "
+                "tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if isinstance(translated, str) and isinstance(q, Tensor):
@@ -378,10 +415,10 @@ def explain(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
-    call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+    call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
-    if _differentiated(q, k, v):
+    if _differentiated(q, k, v, given):
         return explanations.explain_without_kernel(call, NEEDS_GRADIENT)
     if call.empty:
         return Explanation.of_nothing(explanations.describe_call(call), str(q.device))
@@ -747,8 +784,7 @@ def export(
     """
     from flashgen.build.compile import toolchain
     from flashgen.bundle.manifest import BundledKernel
-    from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
-    from flashgen.codegen.families import serving
+    from flashgen.bundle.write import ANY_CALL, check_place, fallback, wanted, write_bundle
     from flashgen.codegen.source import render
     from flashgen.errors import CompileFailed
     from flashgen.measure.compile_pool import CompilePool
@@ -768,9 +804,9 @@ def export(
             for spec, facts in wanted(workload.spec, record.admission):
                 kinds[spec, record.config, facts] = None
         for spec, facts in wanted(workload.spec, "any"):
-            if facts == ANY_CALL:
-                family = serving(spec, to, facts, workload.heads_per_kv)[0]
-                kinds[spec, family.default(spec, to, facts, workload.heads_per_kv), facts] = None
+            config = fallback(spec, to, workload.heads_per_kv)
+            if facts == ANY_CALL and config is not None:
+                kinds[spec, config, facts] = None
     if missing:
         listed = "\n  ".join(missing)
         raise NotTuned(f"no tuned record on {to.describe()} for:\n  {listed}\ntune first")

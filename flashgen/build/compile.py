@@ -46,7 +46,8 @@ _TOOL_TIMEOUT_S = 60.0
 SPILLS_LEFT_TO_THE_CLOCK = 8
 """Instructions of a loop that spill: so few are no reason to refuse an asynchronous kernel before it is
 timed, and where the LSE takes the last register (head_dim 256: one) a call gets the kernel that was tuned."""
-_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8e4nv"}
+_TRITON_NAMES = {"e4m3": "fp8e4nv"}  # of element types, where they differ from ours
 
 
 def toolchain(interpret: bool = False) -> Toolchain:
@@ -225,13 +226,14 @@ def _listening_to_ptxas(wanted: bool) -> Iterator[io.StringIO]:
 
 def _type(arg: Arg, gluon: bool) -> str:
     """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory."""
+    named = re.sub(r"[a-z]\w+$|(?<=<)\w+", lambda m: _TRITON_NAMES.get(m[0], m[0]), arg.type)
     if not (gluon and arg.is_descriptor):
-        return arg.type
+        return named
     from triton.experimental.gluon import language as gl
 
     element = getattr(gl, _GLUON_TYPES[arg.type.partition("<")[2].partition("[")[0]])
     layout = gl.NVMMASharedLayout.get_default_for(list(arg.box), element)
-    return f"{arg.type[:-1].replace(',', ', ')},{layout!r}>"
+    return f"{named[:-1].replace(',', ', ')},{layout!r}>"
 
 
 def _failure(error: Exception, message: str) -> Exception:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from flashgen.build.arguments import call_facts
+from flashgen.build.arguments import call_facts, flatten
+from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.masks import Mask
-from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule
+from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule, values_and_tensors
 from flashgen.spec.score_mods import ScoreMod
 
-TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": E4M3}
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 """Axes of (batch, heads, seq, head_dim) in each layout."""
 
@@ -43,16 +45,37 @@ class Inputs:
     layout: str
     density: str
     """How the operands came about, as in `Record.density`."""
+    quantized: Quantized | None = None
+    """What 8-bit q, k and v stand for."""
 
     def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
         return tensor.permute(LAYOUTS[self.layout])
+
+    def true(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as (batch, heads, seq, head_dim); 8-bit ones as they are meant, in float32."""
+        q, k, v = (self.bhsd(each) for each in (self.q, self.k, self.v))
+        return (q, k, v) if self.quantized is None else self.quantized.true(q, k, v)
+
+    def environment(
+        self, out: torch.Tensor, lse: torch.Tensor | None, pointers: bool = True
+    ) -> tuple[Any, ...]:
+        """The call environment of a launch into `out` and `lse`, see `arguments.flatten`."""
+        values, tensors = values_and_tensors(self.mask, self.score_mod)
+        scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
+        env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
+        if self.quantized is None:
+            return env
+        heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
+        return env + self.quantized.entries(kv_heads, heads // kv_heads)
 
 
 def make_inputs(
     workload: Workload, device: torch.device | str, layout: str = "bhsd", seed: int = 0
 ) -> Inputs:
     """Random inputs of a workload: the same for the same seed and kind of device.
+
+    8-bit ones are normal numbers that fill the range of each sequence's head.
 
     Raises:
         InvalidArgument: the layout is unknown, a parameter of the rules has no value in `workload.params`,
@@ -67,18 +90,31 @@ def make_inputs(
     def normal(heads: int, length: int, dim: int) -> torch.Tensor:
         shape = (workload.batch, heads, length, dim)
         ordered = [shape[axis] for axis in LAYOUTS[layout]]
-        return torch.randn(ordered, generator=generator, dtype=TORCH[spec.dtype], device=device)
+        dtype = torch.float32 if spec.quantized else TORCH[spec.dtype]
+        return torch.randn(ordered, generator=generator, dtype=dtype, device=device)
 
     mask, score_mod = make_rules(workload, device, seed)
+    q, k, v = (
+        normal(workload.heads, workload.q_len, spec.head_dim),
+        normal(workload.kv_heads, workload.k_len, spec.head_dim),
+        normal(workload.kv_heads, workload.k_len, spec.head_dim_v),
+    )
+    quantized = None
+    if spec.quantized:
+        # An exchange of two axes is its own inverse.
+        made = [quantize(each.permute(LAYOUTS[layout])) for each in (q, k, v)]
+        q, k, v = (stored.permute(LAYOUTS[layout]).contiguous() for stored, _ in made)
+        quantized = Quantized(made[0][1], made[1][1], made[2][1], TORCH[spec.result_dtype])
     return Inputs(
-        q=normal(workload.heads, workload.q_len, spec.head_dim),
-        k=normal(workload.kv_heads, workload.k_len, spec.head_dim),
-        v=normal(workload.kv_heads, workload.k_len, spec.head_dim_v),
+        q=q,
+        k=k,
+        v=v,
         mask=mask,
         score_mod=score_mod,
         scale=spec.head_dim**-0.5,
         layout=layout,
         density=density(workload),
+        quantized=quantized,
     )
 
 
@@ -114,14 +150,14 @@ def contiguous_facts(workload: Workload) -> CallFacts:
     """The facts of a call with freshly allocated tensors of these sizes; nothing is allocated for it."""
     spec = workload.spec
 
-    def empty(heads: int, length: int, dim: int) -> torch.Tensor:
-        return torch.empty(workload.batch, heads, length, dim, dtype=TORCH[spec.dtype], device="meta")
+    def empty(heads: int, length: int, dim: int, dtype: str = spec.dtype) -> torch.Tensor:
+        return torch.empty(workload.batch, heads, length, dim, dtype=TORCH[dtype], device="meta")
 
     return call_facts(
         empty(workload.heads, workload.q_len, spec.head_dim),
         empty(workload.kv_heads, workload.k_len, spec.head_dim),
         empty(workload.kv_heads, workload.k_len, spec.head_dim_v),
-        empty(workload.heads, workload.q_len, spec.head_dim_v),
+        empty(workload.heads, workload.q_len, spec.head_dim_v, spec.result_dtype),
     )
 
 

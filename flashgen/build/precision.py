@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_KEPT = (torch.float64, torch.float8_e4m3fn)
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: all that a call asks while it is off, in 0.1 us."""
 
@@ -21,12 +22,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def autocasted(*given: Any) -> tuple[Any, ...]:
-    """Tensors as autocast hands them to torch's attention; float64, and what is no float tensor, as it is."""
+    """Tensors as autocast hands them to torch's attention; float64, 8 bits (which mean nothing without their
+    factors), and what is no float tensor, as it is.
+    """
     return tuple(map(_autocasted, given))
 
 
 def _autocasted(given: Any) -> Any:
-    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dtype == torch.float64:
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dtype in _KEPT:
         return given
     dtype = autocast_dtype(given.device.type)
     return given if dtype is None else given.to(dtype)

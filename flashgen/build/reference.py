@@ -25,6 +25,9 @@ from flashgen.spec.score_mods import ScoreMod
 CHUNK_SCORES = 2**27
 """Scores held at a time: half a gigabyte in float32, a few times over with the temporaries of a rule."""
 
+E4M3_LIFT = 2.0**6
+"""Before weights are rounded to 8 bits, kernels multiply them by this at least: small ones keep digits."""
+
 
 # Rules on tensors
 
@@ -128,6 +131,8 @@ def attention_reference(
     scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     round_p_to: torch.dtype | None = None,
+    round_out_to: torch.dtype | None = None,
+    lift: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Exact softmax attention, computed plainly, over as many query rows at a time as memory allows.
 
@@ -143,6 +148,8 @@ def attention_reference(
         dtype: float32 or float64, of the computation and of both results.
         round_p_to: round where a kernel with inputs of this dtype rounds: the weights (exp2 of score minus
             row maximum) before they meet v, and the output. The normaliser sums the unrounded weights.
+        round_out_to: what the output is rounded to, where that is another dtype.
+        lift: weights are rounded at so many times their size; see `E4M3_LIFT`.
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
@@ -161,12 +168,13 @@ def attention_reference(
             weights = torch.exp2((scores - maximum) * math.log2(math.e))
             normaliser = weights.sum(-1, keepdim=True)
             if round_p_to is not None:
-                weights = weights.to(round_p_to).to(dtype)
+                weights = (weights * lift).to(round_p_to).to(dtype) / lift
             output, lse = finished(maximum, normaliser, problem.weighted_values(weights, keys))
             outputs.append(output)
             lses.append(lse)
     output = torch.cat(outputs, 2)
-    return output if round_p_to is None else output.to(round_p_to).to(dtype), torch.cat(lses, 2)
+    rounded = round_out_to or round_p_to
+    return output if rounded is None else output.to(rounded).to(dtype), torch.cat(lses, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from flashgen.bundle.manifest import (
     Manifest,
     serves_any,
 )
-from flashgen.errors import BundleError, FlashGenError, InvalidArgument
+from flashgen.codegen.families import serving
+from flashgen.errors import BundleError, FlashGenError, InvalidArgument, Unsupported
 from flashgen.settings import unwritable
-from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.attention import OUT_DTYPES, AttentionSpec, CallFacts
+from flashgen.spec.config import Config
 from flashgen.spec.record import Record, Status, Versions
 from flashgen.spec.target import Target
 
@@ -39,14 +41,28 @@ _TEMPORARY = ".flashgen-"
 
 
 def wanted(spec: AttentionSpec, admission: str) -> tuple[tuple[AttentionSpec, CallFacts], ...]:
-    """What to compile of one config for a bundle: both with and without the LSE, for aligned calls and,
-    if the config can serve any call, for any call.
+    """What to compile of one config for a bundle: with and without the LSE, for each dtype of the output that
+    there may be, for aligned calls and, if the config can serve any call, for any call.
 
     Args:
         admission: of the config, as in its record: `tma` or `any`.
     """
     kinds = (ALIGNED,) if admission == "tma" else (ALIGNED, ANY_CALL)
-    return tuple((replace(spec, return_lse=lse), facts) for lse in (False, True) for facts in kinds)
+    return tuple(
+        (replace(spec, return_lse=lse, out_dtype=out), facts)
+        for out in OUT_DTYPES[spec.dtype]
+        for lse in (False, True)
+        for facts in kinds
+    )
+
+
+def fallback(spec: AttentionSpec, target: Target, heads_per_kv: int = 1) -> Config | None:
+    """The untuned config that serves whatever call of a spec; None where no family has one (8-bit inputs)."""
+    try:
+        family = serving(spec, target, ANY_CALL, heads_per_kv)[0]
+    except Unsupported:
+        return None
+    return family.default(spec, target, ANY_CALL, heads_per_kv)
 
 
 def write_bundle(
@@ -68,8 +84,8 @@ def write_bundle(
 
     Raises:
         InvalidArgument: nothing to write, a record that is not OK or of another target, a kernel for
-            another GPU, a record without a kernel, a spec without a kernel that serves every call, or
-            `out` is something else.
+            another GPU, a record without a kernel, a spec without a kernel that serves every call though
+            there is one, or `out` is something else.
         BundleError: the folder cannot be written; nothing of it is left behind.
     """
     out = Path(out)
@@ -152,7 +168,8 @@ def _collect(
         if not manifest.kernels_of(record):
             raise InvalidArgument(f"no kernel was given for {record.workload.name} with {record.config.name}")
     for spec in dict.fromkeys(entry.spec for entry in manifest.kernels):
-        if not any(serves_any(entry) for entry in manifest.kernels if entry.spec == spec):
+        served = any(serves_any(entry) for entry in manifest.kernels if entry.spec == spec)
+        if not served and fallback(spec, target) is not None:
             raise InvalidArgument(
                 f"no kernel of {spec.key!r} (return_lse={spec.return_lse}) serves unaligned calls; "
                 "add one that loads by pointer, compiled for ANY_CALL"

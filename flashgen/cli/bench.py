@@ -331,6 +331,7 @@ def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:
         "score_mod": inputs.score_mod,
         "scale": inputs.scale,
         "layout": inputs.layout,
+        **({} if inputs.quantized is None else inputs.quantized.arguments()),
     }
     family = api.explain(q, k, v, **options).family
     return lambda: inputs.bhsd(api.attention(q, k, v, **options)), family

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.errors import InvalidArgument, UnknownName
-from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.attention import DESCALES, AttentionSpec, CallFacts
 
 TENSORS = ("q", "k", "v", "out")
 AXES = ("batch", "head", "row", "dim")
@@ -38,11 +38,11 @@ ELEMENT_BYTES = {"i32": 4, "fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 _POINTER, _DESCRIPTOR = r"\*[a-z]+\w+", r"tensordesc<[a-z]+\w+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
-    r"lse|operand\.\w+": _POINTER,
+    r"lse|operand\.\w+|descale\.\w+": _POINTER,
     r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
     r"scratch\.\w+\.extent\.\w+": "i32",
     "|".join(SIZES): "i32",
-    "scale": "fp32",
+    "scale|v_factor": "fp32",
     r"param\.\w+": "i32|fp32",
     WORKSPACE: r"\*i32",
 }
@@ -142,7 +142,9 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
 
     First the pointers `q k v out lse`, then four strides (elements) of q, k, v and out, then the
     sizes and the scale, then the numeric parameters (`param.left`), then for each operand its
-    pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). A launch
+    pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). For 8-bit
+    inputs follow a factor on v (those on q and k are in the scale), then for each of q, k and v the
+    pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). A launch
     of several kernels adds the entries of each buffer that they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
@@ -154,6 +156,10 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
         for operand in rule.operands:
             names.append(f"operand.{operand.name}")
             names += [f"operand.{operand.name}.stride.{axis}" for axis in range(operand.rank)]
+    if spec.quantized:
+        names.append("v_factor")
+        for tensor, axes in DESCALES.items():
+            names += [f"descale.{tensor}", *(f"descale.{tensor}.stride.{axis}" for axis in axes)]
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 

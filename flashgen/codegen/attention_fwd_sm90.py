@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen import splits
+from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
-from flashgen.spec.attention import AttentionSpec, head_dim_chunks
+from flashgen.spec.attention import DTYPES, AttentionSpec
 from flashgen.spec.config import Config, Value
 from flashgen.spec.target import KIB, REGISTERS, Target
 
@@ -26,6 +27,7 @@ REGISTER_SPLIT = {
 multiprocessor: what setmaxnreg gives out of its 64 K."""
 SHARED_BYTES = 227 * KIB
 """Of a block on every GPU of this compute capability."""
+_BESIDE_SUMS = 30  # registers that ptxas wants for one product beside its sums, at most
 _BARRIER_BYTES = KIB  # mbarriers, the tile counter's mailbox and alignment, at most
 
 
@@ -48,10 +50,14 @@ def _tiling(config: Config) -> Tiling:
 
 
 def registers_needed(config: Config, spec: AttentionSpec) -> int:
-    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice."""
+    """Registers of a consumer's thread that hold tiles: output, scores, and the probabilities twice.
+
+    With 8-bit inputs also its factors: three consumers of head_dim 128 and 128 keys do not compile with 160.
+    """
     block_n = config.number("block_n")
-    out = sum(head_dim_chunks(spec.head_dim_v)) * ROWS // 128
-    return out + block_n * ROWS // 128 + 2 * block_n * ROWS // 256
+    out = sum(spec.v_chunks) * ROWS // 128
+    probabilities = block_n * ROWS * spec.itemsize // 512
+    return out + block_n * ROWS // 128 + 2 * probabilities + (8 if spec.quantized else 0)
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
@@ -61,6 +67,12 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     registers, _ = REGISTER_SPLIT[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
         return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+    launched, sums = (
+        _tiling(config).max_registers,
+        max(config.number("block_n"), *spec.v_chunks) * ROWS // 128,
+    )
+    if programs > 1 and sums + _BESIDE_SUMS > launched:
+        return f"a product's sums take {sums} registers, of {launched} that {programs} programs begin with"
     together = programs * (_shared_bytes(config, spec, target).most + KIB)
     if programs > 1 and together > target.shared_per_block + KIB:
         return f"{programs} programs need more shared memory than a multiprocessor has"
@@ -78,8 +90,7 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
     """
     if config.number("splits") > 1:
         return False
-    qk, v = head_dim_chunks(spec.head_dim), head_dim_chunks(spec.head_dim_v)
-    if qk[: len(v)] != v:
+    if spec.qk_chunks[: len(spec.v_chunks)] != spec.v_chunks or spec.result_dtype != spec.dtype:
         return True
     room = SHARED_BYTES // config.number("programs") - 2 * KIB
     return config["schedule"] == "dynamic" and _bytes(config, spec, own=True) <= room
@@ -87,10 +98,10 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
 
 def _bytes(config: Config, spec: AttentionSpec, own: bool) -> int:
     """Of all tiles in shared memory."""
-    qk, v = sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v))
+    qk, v = sum(spec.qk_chunks), sum(spec.v_chunks)
     rows = config.number("consumers") * ROWS
     ring = config.number("num_stages") * config.number("block_n") * (qk + v)
-    return (rows * qk + ring + (rows * v if own else 0)) * spec.itemsize
+    return (rows * qk + ring) * spec.itemsize + (rows * v * DTYPES[spec.result_dtype] if own else 0)
 
 
 def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
@@ -104,12 +115,14 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
     return {
         "registers": {"consumer": consumer, "producer": producer},
         "out_buffer": _has_out_buffer(config, spec),
-        "rescale_pack": min(head_dim_chunks(spec.head_dim_v)) * ROWS // 128,
+        "key_tile": _KEYS,
+        "product_k": 32 // spec.itemsize,  # elements that one wgmma multiplies along each sum: 32 bytes
+        "rescale_pack": min(spec.v_chunks) * ROWS // 128,
     }
 
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
-    head_dim = max(sum(head_dim_chunks(spec.head_dim)), sum(head_dim_chunks(spec.head_dim_v)))
+    head_dim = max(sum(spec.qk_chunks), sum(spec.v_chunks))
     tile = next(tile for limit, *tile in _DEFAULT_TILES if head_dim <= limit)
     # With the LSE a thread of a large head dim has no register left for the next tile's place.
     schedule = "plain" if head_dim > 192 and spec.return_lse else "dynamic"
@@ -119,6 +132,41 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
 
 # (largest head dim, consumers, programs, block_n, num_stages), as measured on one H200.
 _DEFAULT_TILES = ((64, 1, 2, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
+
+TRANSPOSED = "values"
+"""The buffer with V as products of 8-bit numbers need it: (batch, kv_heads, head_dim_v, keys)."""
+_KEYS = 128  # of a program that transposes; keys are padded to a multiple of it, and of every block_n
+
+
+def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    parts = splits.scratch(config, spec)
+    if not spec.quantized:
+        return parts
+    extents = (Extent("batch"), Extent("kv_heads"), Extent("head_dim_v"), Extent("k_len", _KEYS, _KEYS))
+    return (Scratch(TRANSPOSED, spec.dtype, extents), *parts)
+
+
+def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    merging = splits.parts(config, spec)
+    if not spec.quantized:
+        return merging
+    axes = {"b": "batch", "h": "head", "n": "row", "d": "dim"}
+    strides = (Arg(f"stride_v{short}", f"v.stride.{axis}", "i32") for short, axis in axes.items())
+    padded = Arg("padded_len", f"scratch.{TRANSPOSED}.extent.dim", "i32", divisor=16)
+    return (
+        Part(
+            name="transpose_values",
+            before=True,
+            arguments=(
+                (Arg("V", "v", f"*{spec.dtype}"), *strides),
+                (Arg("VALUES", f"scratch.{TRANSPOSED}", f"*{spec.dtype}"), padded),
+                (Arg("kv_heads", "kv_heads", "i32"), Arg("k_len", "k_len", "i32")),
+            ),
+            grid=Grid("key_tiles", _KEYS),
+        ),
+        *merging,
+    )
+
 
 ATTENTION_FWD_SM90 = Family(
     name="attention_fwd_sm90",
@@ -139,12 +187,14 @@ ATTENTION_FWD_SM90 = Family(
         ("schedule", ("dynamic", "plain")),
     ),
     archs=(90, 90),
-    dtypes=("fp16", "bf16"),
+    dtypes=("fp16", "bf16", "e4m3"),
     tiling=_tiling,
     limits=_limits,
     shared_bytes=_shared_bytes,
     defaults=_defaults,
     derived=_derived,
+    parts=_parts,
+    scratch=_scratch,
     options=splits.OPTIONS,
     split_with=(
         ("group", 4),
@@ -153,6 +203,4 @@ ATTENTION_FWD_SM90 = Family(
         ("row_max", "tree"),
         ("row_sum", "lane"),
     ),
-    parts=splits.parts,
-    scratch=splits.scratch,
 )

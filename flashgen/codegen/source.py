@@ -22,10 +22,11 @@ from flashgen.codegen.abi import (
     tensor_arguments,
 )
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
+from flashgen.codegen.attention_fwd_sm90 import TRANSPOSED
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import argument_name, render_mask, render_score
 from flashgen.codegen.families import FAMILIES
-from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
+from flashgen.spec.attention import DESCALES, AttentionSpec, CallFacts
 from flashgen.spec.config import OPTIONAL, Config
 
 TRITON_TYPES = {"i1": "*i1", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "i32": "*i32", "i64": "*i64"}
@@ -118,7 +119,7 @@ def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
         divisor = 16 if facts.access == "aligned" else 1
     elif arg.source.endswith("stride.dim"):
         constant = 1 if facts.access != "strided" else None
-    elif ".stride." in arg.source and not arg.source.startswith("operand"):
+    elif ".stride." in arg.source and not arg.source.startswith(("operand", "descale")):
         divisor = 16 // spec.itemsize if facts.access == "aligned" else 1
     if ".stride." in arg.source and facts.wide:
         kind = "i64"
@@ -130,7 +131,7 @@ def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
     of_v = tensor in ("V", "OUT")
     head_dim = spec.head_dim_v if of_v else spec.head_dim
     axis = "dims_v" if of_v and spec.head_dim_v != spec.head_dim else "dims"
-    sizes = head_dim_chunks(head_dim)
+    sizes = spec.v_chunks if of_v else spec.qk_chunks
     made, offset = [], 0
     for size in sizes:
         suffix = f"_{offset}" if len(sizes) > 1 else ""
@@ -142,7 +143,16 @@ def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
 
 def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[tuple[Arg, ...]]:
     """A tensor as pointer and strides, or as one descriptor a chunk."""
-    source, dtype = tensor.lower(), spec.dtype
+    source = tensor.lower()
+    dtype = spec.result_dtype if tensor == "OUT" else spec.dtype
+    if tensor == "V" and any(buffer.name == TRANSPOSED for buffer in _scratch(config, spec)):
+        keys = FAMILIES[config.family].tiling(config).block_n
+        return [
+            tuple(
+                Arg(tensor + c.suffix, f"scratch.{TRANSPOSED}", f"tensordesc<{dtype}[1,1,{c.size},{keys}]>")
+                for c in chunks(spec, tensor)
+            )
+        ]
     if rows := _descriptor_rows(tensor, config):
         return [
             tuple(
@@ -151,6 +161,10 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
             )
         ]
     return [tensor_arguments(tensor, dtype)]
+
+
+def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    return FAMILIES[config.family].scratch(config, spec)
 
 
 def _descriptor_rows(tensor: str, config: Config) -> str:
@@ -182,7 +196,11 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
     sizes = [Arg(name, name, "fp32" if name == "scale" else "i32") for name in names]
     if FAMILIES[config.family].language == "gluon":
         sizes.insert(0, Arg("batches", "batch", "i32"))
+    if spec.quantized:  # the kernel's own scale is this one with the factors of a tile
+        sizes[-1:] = [Arg("score_scale", "scale", "fp32"), Arg("v_factor", "v_factor", "fp32")]
     groups.append(tuple(sizes))
+    if spec.quantized:
+        groups += map(_descale_arguments, DESCALES)
     for rule in (spec.mask, spec.score_mod):
         if rule is None:
             continue
@@ -205,15 +223,28 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
     return tuple(groups)
 
 
+def _descale_arguments(tensor: str) -> tuple[Arg, ...]:
+    """A tensor's factors and their strides."""
+    names = {axis: f"stride_{tensor}s{axis[0]}" for axis in DESCALES[tensor]}
+    strides = (Arg(name, f"descale.{tensor}.stride.{axis}", "i32") for axis, name in names.items())
+    return (Arg(f"{tensor.upper()}_SCALE", f"descale.{tensor}", "*fp32"), *strides)
+
+
 def _of_rules(group: tuple[Arg, ...]) -> bool:
     """Whether a line of the signature belongs to the mask or the score rule."""
     return group[0].source.startswith(("param.", "operand."))
 
 
+def _of_descales(group: tuple[Arg, ...]) -> bool:
+    """Whether a line of the signature is a tensor's factors."""
+    return group[0].source.startswith("descale.")
+
+
 def kernel_name(spec: AttentionSpec, config: Config) -> str:
     """`attention_fwd_d128_causal_softcap_bf16_m128n64w8s3_tma_heads`: what it is, as an identifier."""
     rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
-    extras = ["lse"] if spec.return_lse else []
+    extras = [f"to_{spec.out_dtype}"] if spec.out_dtype else []
+    extras += ["lse"] if spec.return_lse else []
     return "_".join([config.family, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
 
 
@@ -254,7 +285,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
     """Renders one kernel. Pure: equal arguments give equal text; about 1 ms, then cached."""
     family = FAMILIES[config.family]
     arguments = _arguments(spec, config)
-    parts, scratch = family.parts(config, spec), family.scratch(config, spec)
+    parts, scratch = family.parts(config, spec), _scratch(config, spec)
     mask, score = render_mask(spec.mask), render_score(spec)
     name = kernel_name(spec, config)
     text = tidy(
@@ -268,6 +299,9 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},
+            descale_arguments=[
+                ", ".join(arg.name for arg in group) for group in arguments if _of_descales(group)
+            ],
             rule_arguments=[", ".join(arg.name for arg in group) for group in arguments if _of_rules(group)],
             q_chunks=chunks(spec, "Q"),
             k_chunks=chunks(spec, "K"),

@@ -36,5 +36,5 @@ def parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
         return ()
     lse = ((Arg("LSE", "lse", "*fp32"),),) if spec.return_lse else ()
     sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"))
-    arguments = (BUFFERS, tensor_arguments("OUT", spec.dtype), *lse, sizes)
+    arguments = (BUFFERS, tensor_arguments("OUT", spec.result_dtype), *lse, sizes)
     return (Part("combine_splits", False, arguments, Grid("row_tiles", 1), num_warps=1),)

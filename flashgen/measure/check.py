@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashgen.build.inputs import TORCH, Inputs
-from flashgen.build.reference import attention_reference
+from flashgen.build.reference import E4M3_LIFT, attention_reference
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.masks import Mask
@@ -40,6 +40,11 @@ class Tolerance:
     absolute: float
     relative: float
     """Of the norm of a row's difference to that of the row."""
+    lse: float = LSE_TOLERANCE
+    sum_bits: int = 24
+    """Digits that are kept of a score: its error shows in the LSE."""
+    lifts: tuple[float, ...] = (1.0,)
+    """At how many times their size the rounding reference rounds weights: the worst of these counts."""
 
 
 TOLERANCES = {
@@ -47,6 +52,11 @@ TOLERANCES = {
     "fp16": Tolerance(1e-4, 2e-4),
     "fp32": Tolerance(2e-5, 2e-5),  # a tenth of what TF32 products would give
     "tf32": Tolerance(1e-3, 1e-3),
+    # Tensor cores keep 14 bits of a sum of 8-bit products. Where between two powers of 2 a weight is rounded
+    # depends on the row's running maximum, and its error on that by a factor of 2.
+    "e4m3": Tolerance(
+        2e-3, 4e-3, lse=4e-3, sum_bits=14, lifts=tuple(E4M3_LIFT * 2 ** (i / 4) for i in range(4))
+    ),
 }
 """By `AttentionSpec.dtype_label`."""
 
@@ -81,31 +91,39 @@ class Expected:
 
     def __init__(self, inputs: Inputs, spec: AttentionSpec, all_scores: int = ALL_SCORES) -> None:
         self._label = spec.dtype_label
-        q, k, v = (inputs.bhsd(each) for each in (inputs.q, inputs.k, inputs.v))
+        q, k, v = inputs.true()
         exact_in = torch.float64 if spec.dtype == "fp32" else torch.float32
         rounded_in = [_truncated_to_tf32(each) if self._label == "tf32" else each for each in (q, k, v)]
+        rounding = TORCH[spec.dtype], TORCH[spec.result_dtype]
         batch, heads, q_len, _ = q.shape
+        floor = TOLERANCES[self._label]
+        lifts = floor.lifts
         scores = batch * heads * q_len * k.shape[2]
         if scores <= all_scores:
             self.pairs: tuple[tuple[int, int], ...] | None = None
             exact, lse = _reference((q, k, v), inputs, exact_in, None)
-            rounded, rounded_lse = _reference(rounded_in, inputs, torch.float32, TORCH[spec.dtype])
+            rounded = [_reference(rounded_in, inputs, torch.float32, rounding, lift) for lift in lifts]
         else:
             self.pairs = some_pairs(batch, heads, k.shape[1], max(4, all_scores // (q_len * k.shape[2])))
             each = [
-                (
-                    *_reference((q, k, v), inputs, exact_in, None, pair),
-                    *_reference(rounded_in, inputs, torch.float32, TORCH[spec.dtype], pair),
-                )
+                [
+                    _reference((q, k, v), inputs, exact_in, None, pair=pair),
+                    *(_reference(rounded_in, inputs, torch.float32, rounding, lift, pair) for lift in lifts),
+                ]
                 for pair in self.pairs
             ]
-            exact, lse, rounded, rounded_lse = (torch.cat(parts) for parts in zip(*each, strict=True))
+            (exact, lse), *rounded = [
+                (torch.cat([out for out, _ in of]), torch.cat([lse for _, lse in of]))
+                for of in zip(*each, strict=True)
+            ]
         self.out, self.lse = exact.float() if exact_in is torch.float32 else exact, lse
-        absolute, relative = self._errors(rounded)
-        floor = TOLERANCES[self._label]
+        errors = [self._errors(out) for out, _ in rounded]
+        absolute, relative = (max(each) for each in zip(*errors, strict=True))
         self.max_limit = FACTOR * absolute + floor.absolute
         self.row_limit = FACTOR * relative + floor.relative
-        self.lse_limit = max(LSE_TOLERANCE, FACTOR * _lse_error(rounded_lse, self.lse))
+        rounded_lse = max(_lse_error(each, self.lse) for _, each in rounded)
+        largest = torch.where(self.lse.isfinite(), self.lse, 0.0).abs().amax() if self.lse.numel() else 0.0
+        self.lse_limit = max(floor.lse, FACTOR * rounded_lse, FACTOR * float(largest) * 2.0**-floor.sum_bits)
 
     def _errors(self, out: Tensor) -> tuple[float, float]:
         """(largest absolute difference, largest relative one of a row) of a selected output."""
@@ -166,7 +184,8 @@ def _reference(
     qkv: Any,
     inputs: Inputs,
     dtype: torch.dtype,
-    round_to: torch.dtype | None,
+    rounding: tuple[torch.dtype, torch.dtype] | None,
+    lift: float = 1.0,
     pair: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
@@ -179,8 +198,18 @@ def _reference(
         symbols = {"batch": batch, "head": head, "kv_head": kv_head}
         mask = Mask(*_fixed(mask, symbols))
         score_mod = None if score_mod is None else ScoreMod(*_fixed(score_mod, symbols))
+    p, out = rounding or (None, None)
     return attention_reference(
-        q, k, v, mask=mask, score_mod=score_mod, scale=inputs.scale, dtype=dtype, round_p_to=round_to
+        q,
+        k,
+        v,
+        mask=mask,
+        score_mod=score_mod,
+        scale=inputs.scale,
+        dtype=dtype,
+        round_p_to=p,
+        round_out_to=out,
+        lift=lift,
     )
 
 
@@ -262,7 +291,9 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """A number that changes when a bit of the tensors does; they are contiguous."""
     total = 0
     for tensor in tensors:
-        if tensor.element_size() in _POISON:
+        if tensor.element_size() == 1:
+            total += int(tensor.view(torch.uint8).sum(dtype=torch.int64))
+        elif tensor.element_size() in _POISON:
             total += int(_bits(tensor).sum(dtype=torch.int64))
     return total
 
@@ -288,7 +319,7 @@ class Rig:
 
         def result() -> tuple[Poisoned, Poisoned | None]:
             lse = Poisoned((batch, heads, q_len), torch.float32, device) if spec.return_lse else None
-            return Poisoned(out_shape, inputs.q.dtype, device), lse
+            return Poisoned(out_shape, TORCH[spec.result_dtype], device), lse
 
         self._results = result(), result()
 

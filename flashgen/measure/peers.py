@@ -59,6 +59,8 @@ class Problem:
         Raises:
             Unsupported: no peer knows them.
         """
+        if inputs.quantized is not None:
+            raise Unsupported("peers are compared on 16-bit and float32 tensors, not on 8-bit ones")
         mask, score_mod = inputs.mask, inputs.score_mod
         if mask.rule not in WINDOWS:
             raise Unsupported(f"peers are compared on full, causal and window masks, not {mask.describe()}")

@@ -32,7 +32,8 @@ class Unit:
     """One generation's multiprocessor: operations a clock, and its clock in GHz."""
 
     tensor_flops: int
-    """fp16 and bf16 with float32 accumulation, dense; a multiply and an add are two."""
+    """fp16 and bf16 with float32 accumulation, dense; a multiply and an add are two. e4m3, where the hardware
+    has it, twice, and TF32 half as many."""
     cuda_flops: int
     """float32 on the CUDA cores."""
     exp2: int
@@ -161,7 +162,8 @@ def input_bytes(workload: Workload) -> float:
 def peak_flops(workload: Workload, target: Target) -> float:
     """Operations per second that the target's best unit for the dtype can do."""
     row, label = unit(target), workload.spec.dtype_label
-    per_clock = {"fp32": row.cuda_flops, "tf32": row.tensor_flops // 2}.get(label, row.tensor_flops)
+    others = {"fp32": row.cuda_flops, "tf32": row.tensor_flops // 2, "e4m3": row.tensor_flops * 2}
+    per_clock = others.get(label, row.tensor_flops)
     return per_clock * target.sm_count * row.ghz * 1e9
 
 

@@ -356,19 +356,13 @@ class CudaDevice:
 
     def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
         """See `Device`."""
-        from flashgen.build.arguments import flatten
         from flashgen.build.launch import load_kernel
 
         assert trial.artifact is not None, "only a compiled kernel can run"
         kernel, inputs, torch = load_kernel(trial.artifact, self._index), rig.inputs, self._torch
-        rules = [bound for bound in (inputs.mask, inputs.score_mod) if bound is not None]
-        values = [value for bound in rules for value in bound.values]
-        tensors = [tensor for bound in rules for tensor in bound.tensors]
 
         def run(out: Any, lse: Any) -> None:
-            env = flatten(
-                inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, layout=inputs.layout
-            )
+            env = inputs.environment(out, lse)
             kernel.launch(env, torch.cuda.current_stream(self._index).cuda_stream)
 
         return run, kernel.unload

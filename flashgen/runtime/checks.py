@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.build.arguments import LAYOUTS
+from flashgen.build.quantized import E4M3, Factor, Quantized
 from flashgen.codegen.abi import AXES, SIZES, TENSORS
 from flashgen.errors import InvalidArgument
 from flashgen.spec import catalog, masks
 from flashgen.spec import expr as ex
-from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionSpec, Workload
+from flashgen.spec.attention import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    OUT_DTYPES,
+    AttentionSpec,
+    Workload,
+)
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule
 from flashgen.spec.score_mods import ScoreMod, compose, parse_score_mod
@@ -31,6 +39,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    E4M3: "e4m3",
 }
 """Dtypes of q, k and v, and what a spec calls them."""
 
@@ -39,6 +48,20 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
 
 FULL = masks.full()
 _AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
+
+
+class Given(NamedTuple):
+    """What a call says of 8-bit tensors, unchecked."""
+
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    out_dtype: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The factors that are tensors."""
+        return tuple(each for each in self[:3] if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +89,18 @@ class Call:
     scale: float
     layout: str
     return_lse: bool
+    quantized: Quantized | None = None
+    """Of 8-bit tensors."""
+
+    @property
+    def folded_scale(self) -> float:
+        """The scale with what joins it, as kernels are given it."""
+        return self.scale if self.quantized is None else self.quantized.folded(self.scale)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the output."""
+        return self.q.dtype if self.quantized is None else self.quantized.out_dtype
 
     @property
     def sizes(self) -> Sizes:
@@ -95,7 +130,8 @@ class Call:
             score_mod=None if self.score_mod is None else self.score_mod.rule,
             fp32_precision=fp32_precision() if self.q.dtype == torch.float32 else "ieee",
             return_lse=self.return_lse,
-            positive_scale=self.scale > 0,
+            positive_scale=self.folded_scale > 0,
+            out_dtype=DTYPE_NAMES[self.out_dtype],
         )
         bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
         names = [name for each in bound for name, _ in each.rule.params]
@@ -222,7 +258,15 @@ def as_scale(given: Any, head_dim: int) -> float:
 
 
 def check(
-    q: Any, k: Any, v: Any, mask: Any, score_mod: Any, scale: Any, layout: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    score_mod: Any,
+    scale: Any,
+    layout: Any,
+    return_lse: bool,
+    given: Given | None = None,
 ) -> Call:
     """Everything that can be wrong with a call.
 
@@ -261,7 +305,71 @@ def check(
     )
     _check_shapes(call)
     _check_operands(call)
-    return call
+    if given is None and q.dtype != E4M3:
+        return call
+    return replace(call, quantized=as_quantized(given, q, k, layout))
+
+
+def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:
+    """What a call says of its 8-bit tensors; None where they are of another dtype.
+
+    Args:
+        given: None where nothing was said: the factors are 1, the output is bfloat16.
+        q, k: whose shapes agree.
+
+    Raises:
+        InvalidArgument: a factor or the dtype of the output is not what the tensors can have.
+    """
+    factors, out_dtype = (given or Given())[:3], None if given is None else given.out_dtype
+    allowed = [dtype for dtype, name in DTYPE_NAMES.items() if name in OUT_DTYPES[DTYPE_NAMES[q.dtype]]]
+    if out_dtype is not None and out_dtype not in allowed:
+        raise InvalidArgument(
+            f"out_dtype={_shown(out_dtype)} of {q.dtype} tensors is not served; "
+            f"allowed: {', '.join(map(str, allowed))}"
+        )
+    if q.dtype != E4M3:
+        for name, factor in zip(Given._fields, factors, strict=False):
+            if factor is not None:
+                raise InvalidArgument(
+                    f"{name} is given, but q is {q.dtype}: only 8-bit tensors ({E4M3}) have factors; "
+                    "multiply the tensor, or quantise it"
+                )
+        return None
+    heads, kv_heads = (x.shape[1] if layout == "bhsd" else x.shape[2] for x in (q, k))
+    counts = ((heads, kv_heads), (kv_heads,), (kv_heads,))
+    q_factor, k_factor, v_factor = (
+        _as_factor(name, factor, q, count)
+        for name, factor, count in zip(Given._fields, factors, counts, strict=False)
+    )
+    return Quantized(q_factor, k_factor, v_factor, out_dtype or torch.bfloat16)
+
+
+def _as_factor(name: str, factor: Any, q: Tensor, heads: tuple[int, ...]) -> Factor:
+    if factor is None:
+        return 1.0
+    if not isinstance(factor, Tensor):
+        if isinstance(factor, bool) or not (isinstance(factor, float | int) or hasattr(factor, "__float__")):
+            raise InvalidArgument(f"{name}={_shown(factor)} must be None, a number or a float32 tensor")
+        number = float(factor)
+        if not 0 <= number <= MAX_SCALE:
+            raise InvalidArgument(
+                f"{name}={number} must be from 0 to 1.7e38: true value = stored value * {name}"
+            )
+        return number
+    if factor.dtype != torch.float32 or factor.device != q.device:
+        raise InvalidArgument(
+            f"{name} is {factor.dtype} on {factor.device}; it must be torch.float32 on {q.device}, as q is: "
+            "convert it"
+        )
+    batch, shape = q.shape[0], tuple(factor.shape)
+    by_head = bool(shape) and any(shape[-1] == count for count in heads)
+    if not (shape in ((), (1,)) or (by_head and shape[:-1] in ((), (batch,)))):
+        shapes = [each for count in heads for each in ((count,), (batch, count))]
+        listed = ", ".join(dict.fromkeys(map(str, [(), (1,), *shapes])))
+        raise InvalidArgument(
+            f"{name} has shape {shape}; allowed: {listed}: of the tensor, each head, or each sequence's heads"
+        )
+    return factor
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

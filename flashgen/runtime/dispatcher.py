@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashgen.build.arguments import FACTS, facts_code, flatten
+from flashgen.build.quantized import E4M3
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
@@ -20,8 +21,10 @@ from flashgen.runtime.checks import (
     MIN_SCALE,
     SIZES_AT,
     Call,
+    Given,
     OperandAxes,
     as_mask,
+    as_quantized,
     as_scale,
     as_score_mod,
     check,
@@ -142,6 +145,7 @@ class Dispatcher:
         scale: Any,
         layout: str,
         return_lse: bool,
+        given: Given | None = None,
     ) -> Result:
         """See `flashgen.attention`; the tensors are plain ones on a GPU.
 
@@ -171,29 +175,41 @@ class Dispatcher:
             and (return_lse is False or return_lse is True)
             and (not tensors or _given(tensors, device))
         ):
-            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         if scale is None:
             scale = q_shape[3] ** -0.5 if q_shape[3] else 1.0
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, q_shape[3])  # negative, 0, an int, or nothing that is allowed
 
-        out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
+        folded = scale
+        if given is None and dtype is not E4M3:
+            quantized = None
+            out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
+        else:
+            quantized = as_quantized(given, q, k, layout)
+            out_dtype = dtype if quantized is None else quantized.out_dtype
+            out = torch_path.empty_output(q, layout, v_shape[3], out_dtype)
+            folded = scale if quantized is None else quantized.folded(scale)
         lse = None
         if return_lse:
             lse = q.new_empty(q_shape[:3] if layout == "bhsd" else _rows(q_shape), dtype=torch.float32)
         try:
-            env = flatten(q, k, v, out, lse, scale, values, tensors, layout)
+            env = flatten(q, k, v, out, lse, folded, values, tensors, layout)
         except ZeroDivisionError:  # no key heads at all
-            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
             raise
-        batch, heads, kv_heads, _, q_len, k_len, head_dim, head_dim_v = env[SIZES_AT : SIZES_AT + 8]
+        batch, heads, kv_heads, heads_per_kv, q_len, k_len, head_dim, head_dim_v = env[
+            SIZES_AT : SIZES_AT + 8
+        ]
         if tensors and not _fit(tensors, operand_axes(rule, score_mod), env):
-            check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+        if quantized is not None:
+            env += quantized.entries(kv_heads, heads_per_kv)
 
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # memory holds the values negated
-            return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
+            return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         key = (
             code,
             rule.text,
@@ -208,23 +224,25 @@ class Dispatcher:
             (q_len - 1).bit_length() if q_len else -1,
             (k_len - 1).bit_length() if k_len else -1,
             (self._numbers.get(values) or self._number_codes(values)) if values else None,
-            scale > 0.0,
+            folded > 0.0,
             lse is None,
-            fp32_precision() if dtype is _FLOAT32 else None,
+            fp32_precision() if dtype is _FLOAT32 else None if quantized is None else quantized.out_dtype,
         )
         plan = self._plans.get(key)
         if plan is None:
-            call = check(q, k, v, mask, score_mod, scale, layout, return_lse)
+            call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
             plan = self._resolve(key, call, code, device)
         launch = plan.launch
         if launch is None:
-            return _result(plan.otherwise(Call(q, k, v, mask, score_mod, scale, layout, return_lse)))
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            return _result(plan.otherwise(call))
         try:
             launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
-                return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse)
-            return _result(plan.otherwise(Call(q, k, v, mask, score_mod, scale, layout, return_lse)))
+                return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            return _result(plan.otherwise(call))
         return out if lse is None else (out, lse)
 
     # A miss
@@ -457,7 +475,11 @@ class Dispatcher:
             self._number_codes(values) if values else None,
             spec.positive_scale,
             not spec.return_lse,
-            spec.fp32_precision if spec.dtype == "fp32" else None,
+            spec.fp32_precision
+            if spec.dtype == "fp32"
+            else _TORCH_DTYPES[spec.result_dtype]
+            if spec.quantized
+            else None,
         )
 
     def explain(self, call: Call, device: int) -> Explanation:
@@ -465,7 +487,7 @@ class Dispatcher:
         if call.empty:
             return Explanation.of_nothing(describe_call(call), str(call.q.device))
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
-        out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v)
+        out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v, call.out_dtype)
         values, tensors = values_and_tensors(call.mask, call.score_mod)
         env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
         facts = FACTS[facts_code(env, call.q.itemsize, tensors)]

@@ -100,7 +100,10 @@ def describe_call(call: Call) -> str:
     """One line: sizes, dtype and rules."""
     sizes = call.sizes
     dims = (sizes.head_dim, sizes.head_dim_v)
-    return _sentence(sizes, dims, DTYPE_NAMES[call.q.dtype], call.mask, call.score_mod)
+    dtype = DTYPE_NAMES[call.q.dtype] + (
+        "" if call.quantized is None else f" to {DTYPE_NAMES[call.out_dtype]}"
+    )
+    return _sentence(sizes, dims, dtype, call.mask, call.score_mod)
 
 
 def describe_workload(workload: Workload) -> str:
@@ -111,7 +114,8 @@ def describe_workload(workload: Workload) -> str:
     score_mod = None
     if spec.score_mod is not None:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
-    return _sentence(workload, (spec.head_dim, spec.head_dim_v), spec.dtype_label, mask, score_mod)
+    dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
+    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod)
 
 
 def _sentence(

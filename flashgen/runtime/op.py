@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.build.quantized import E4M3, Quantized
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import as_mask, as_scale, as_score_mod, check, check_dense, transformed
+from flashgen.runtime.checks import (
+    Given,
+    as_mask,
+    as_scale,
+    as_score_mod,
+    check,
+    check_dense,
+    transformed,
+)
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -23,11 +32,11 @@ LIMITS = {"i32": (-(2.0**31), 2.0**31 - 1), "f32": (-(2 - 2.0**-23) * 2.0**127, 
 
 NAME = "flashgen::attention_fwd"
 
-Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool], Any]
+Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool, Given | None], Any]
 
 
 def define(serve: Serve) -> Any:
-    """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse)`.
+    """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)`.
 
     Rules travel as text with their numbers and tensors beside them, so a graph can be saved and read back.
     The second result is the LSE, without elements if it is not wanted. The operator has no gradient, and says
@@ -47,6 +56,11 @@ def define(serve: Serve) -> Any:
         scale: float,
         layout: str,
         return_lse: bool,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        v_factor: float = 1.0,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         if transformed():
             raise InvalidArgument(
@@ -54,7 +68,8 @@ def define(serve: Serve) -> Any:
                 "flashgen.attention, which is computed by torch's own operations there"
             )
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        result = serve(q, k, v, *rules, scale, layout, return_lse)
+        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype)
+        result = serve(q, k, v, *rules, scale, layout, return_lse, given)
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
     def meta(
@@ -70,10 +85,16 @@ def define(serve: Serve) -> Any:
         scale: float,
         layout: str,
         return_lse: bool,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        v_factor: float = 1.0,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        call = check(q, k, v, *rules, None, layout, return_lse)
-        out = torch_path.empty_output(q, layout, v.shape[3])
+        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype)
+        call = check(q, k, v, *rules, None, layout, return_lse, given)
+        out = torch_path.empty_output(q, layout, v.shape[3], call.out_dtype)
         rows = call.bhsd(q).shape[:3] if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
@@ -103,6 +124,7 @@ def traced(
     scale: Any,
     layout: str,
     return_lse: bool,
+    given: Given | None = None,
 ) -> Any:
     """A call as the operator, in terms that torch can trace."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -112,6 +134,11 @@ def traced(
     if score_mod is not None:
         values, operands = values + score_mod.values, operands + score_mod.tensors
         score_text, score_name = score_mod.rule.text, score_mod.rule.name
+    scale, of_quantized = as_scale(scale, q.shape[3]), ()
+    if given is not None or q.dtype == E4M3:
+        call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+        if call.quantized is not None:
+            scale, of_quantized = call.folded_scale, _tensors_and_factor(call.quantized)
     out, lse = op(
         q,
         k,
@@ -122,11 +149,27 @@ def traced(
         score_text,
         score_name,
         [float(value) for value in values],
-        as_scale(scale, q.shape[3]),
+        scale,
         layout,
         return_lse,
+        *of_quantized,
     )
     return (out, lse) if return_lse else out
+
+
+def _tensors_and_factor(quantized: Quantized) -> tuple[Any, ...]:
+    """What the operator is told of 8-bit tensors; the numbers of q and k are in the scale."""
+    factors = (quantized.q, quantized.k, quantized.v)
+    tensors = (each if isinstance(each, Tensor) else None for each in factors)
+    return (*tensors, 1.0 if isinstance(quantized.v, Tensor) else quantized.v, quantized.out_dtype)
+
+
+def _given(q: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
+           v_factor: float, out_dtype: torch.dtype | None) -> Given | None:  # fmt: skip
+    """The inverse of it."""
+    if q.dtype != E4M3:
+        return None
+    return Given(q_descale, k_descale, v_factor if v_descale is None else v_descale, out_dtype)
 
 
 def _rules(

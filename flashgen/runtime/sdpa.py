@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashgen.build.quantized import E4M3
 from flashgen.runtime.checks import (
     DTYPE_NAMES,
     FULL,
@@ -22,6 +23,9 @@ _CAUSAL, _CAUSAL_TOP_LEFT = masks.causal(), masks.causal("top_left")
 _FLAGS = (bool, torch.SymBool)
 """What may be True or False: `q.shape[2] > 1` is the second in a trace of sizes that vary."""
 
+_DTYPES = [
+    dtype for dtype in DTYPE_NAMES if dtype is not E4M3
+]  # which torch does not take: it has no factors
 _HEAD_DIMS = frozenset(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 
@@ -83,8 +87,8 @@ def _not_served(
     if not len(q) == len(k) == len(v) == 4:
         return "the tensors are not (batch, heads, length, head_dim)"
     dtype, device = query.dtype, query.device
-    if dtype not in DTYPE_NAMES or key.dtype is not dtype or value.dtype is not dtype:
-        return f"the tensors are not all of one of {', '.join(map(str, DTYPE_NAMES))}"
+    if dtype not in _DTYPES or key.dtype is not dtype or value.dtype is not dtype:
+        return f"the tensors are not all of one of {', '.join(map(str, _DTYPES))}"
     if key.device != device or value.device != device:
         return "the tensors are on different devices"
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():

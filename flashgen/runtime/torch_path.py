@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _CAUSAL_TOP_LEFT = masks.causal("top_left").rule.text
 def empty_result(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result of a call without keys, or without any output element."""
     sizes = call.sizes
-    out = empty_output(call.q, call.layout, sizes.head_dim_v).zero_()
+    out = empty_output(call.q, call.layout, sizes.head_dim_v, call.out_dtype).zero_()
     lse = None
     if call.return_lse:
         rows = (sizes.batch, sizes.heads, sizes.q_len)
@@ -48,15 +49,17 @@ def empty_result(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
-def empty_output(q: Tensor, layout: str, head_dim_v: int) -> Tensor:
-    """An output of q's layout and order of axes in memory, so that what follows needs no copy."""
+def empty_output(q: Tensor, layout: str, head_dim_v: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An output of q's layout and order of axes in memory, so that what follows needs no copy; of q's dtype
+    unless another is named.
+    """
     if q.shape[3] == head_dim_v:
-        return torch.empty_like(q)  # keeps the strides, or the order of the strides if q has gaps
+        return torch.empty_like(q, dtype=dtype)  # keeps the strides, or their order if q has gaps
     if head_dim_v < q.shape[3]:
-        return torch.empty_like(q[..., :head_dim_v])
+        return torch.empty_like(q[..., :head_dim_v], dtype=dtype)
     shape = (*q.shape[:3], head_dim_v)
     order = _memory_order(q)
-    return q.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
+    return q.new_empty([shape[axis] for axis in order], dtype=dtype).permute(_inverse(order))
 
 
 def like_q(out: Tensor, q: Tensor, layout: str) -> Tensor:
@@ -87,10 +90,12 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def reference(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The reference in float32, rounded to q's dtype once: what CPU tensors get. No gradient flows."""
+    """The reference in float32, rounded once: what CPU tensors get. No gradient flows."""
     q, k, v = (call.bhsd(tensor.detach()) for tensor in (call.q, call.k, call.v))
+    if call.quantized is not None:
+        q, k, v = (each.detach() for each in call.quantized.true(q, k, v))
     exact, lse = attention_reference(q, k, v, mask=call.mask, score_mod=call.score_mod, scale=call.scale)
-    out = empty_output(call.q, call.layout, v.shape[3])
+    out = empty_output(call.q, call.layout, v.shape[3], call.out_dtype)
     call.bhsd(out).copy_(exact)
     return out, lse if call.return_lse else None
 
@@ -100,7 +105,12 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
 
     `scaled_dot_product_attention` where it can say the same, for its memory and speed; otherwise the scores
     are written out, a slice of query rows at a time, and computed again for the gradient.
+
+    8-bit tensors are computed as bfloat16 ones where torch takes these, else in float32.
     """
+    if call.quantized is not None:
+        out, lse = attention(_dequantized(call))
+        return out.to(call.out_dtype), lse
     q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
     lse = None
     with without_autocast(q.device.type):
@@ -112,6 +122,14 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         out = like_q(out, call.q, call.layout)
     return out, lse if call.return_lse else None
+
+
+def _dequantized(call: Call) -> Call:
+    dtype = torch.bfloat16 if _says_the_same(call) else torch.float32
+    assert call.quantized is not None
+    tensors = call.quantized.true(*(call.bhsd(each) for each in (call.q, call.k, call.v)))
+    q, k, v = (call.bhsd(each.to(dtype)) for each in tensors)
+    return replace(call, q=q, k=k, v=v, quantized=None)
 
 
 def describe(call: Call) -> str:

@@ -11,8 +11,18 @@ from flashgen.spec import masks
 from flashgen.spec.form import brief, shown
 from flashgen.spec.rule import Rule
 
-DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
+DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1}
 """Input dtypes and their size in bytes."""
+
+OUT_DTYPES = {"fp16": ("fp16",), "bf16": ("bf16",), "fp32": ("fp32",), "e4m3": ("bf16", "fp16")}
+"""Which output dtypes inputs of each dtype may have, the default first."""
+
+DESCALES = {"q": ("batch", "kv_head", "member"), "k": ("batch", "kv_head"), "v": ("batch", "kv_head")}
+"""The tensors that 8-bit inputs come with factors for, and what a factor may differ by: the member is a query
+head's place among those of its key head."""
+
+_MIN_CHUNK = {"e4m3": 32}
+"""What tensor cores multiply at a time along a head dim, where it is not 16: 32 bytes."""
 
 OPS = ("fwd",)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
@@ -24,7 +34,7 @@ FULL = masks.full().rule
 
 
 def head_dim_chunks(head_dim: int, minimum: int = 16) -> tuple[int, ...]:
-    """Power-of-two chunks that cover a head dim: 96 is (64, 32), 72 is (64, 16).
+    """Power-of-two chunks that cover a head dim: 96 is (64, 32), 72 is (64, 16), or (64, 32) of at least 32.
 
     Tensor cores and descriptors want powers of two; only the last chunk is padded, to `minimum`.
     """
@@ -56,6 +66,8 @@ class AttentionSpec:
     return_lse: bool = False
     positive_scale: bool = True
     """The fast form folds the scale into exp2 after the row maximum, which needs scale > 0."""
+    out_dtype: str = ""
+    """Of the output, where it is not the first that `OUT_DTYPES` allows: `result_dtype` is it in any case."""
 
     def __post_init__(self) -> None:
         for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -66,6 +78,14 @@ class AttentionSpec:
                 )
         if self.dtype not in DTYPES:
             raise InvalidArgument(f"dtype={shown(self.dtype)} is not served; allowed: {', '.join(DTYPES)}")
+        allowed = OUT_DTYPES[self.dtype]
+        if self.out_dtype == allowed[0]:
+            object.__setattr__(self, "out_dtype", "")  # equal specs have equal fields
+        if self.result_dtype not in allowed:
+            raise InvalidArgument(
+                f"out_dtype={shown(self.out_dtype)} of {self.dtype} inputs is not served; "
+                f"allowed: {', '.join(allowed)}"
+            )
         if self.op not in OPS:
             raise InvalidArgument(f"op={shown(self.op)} is not served; allowed: {', '.join(OPS)}")
         if self.fp32_precision not in ("ieee", "tf32"):
@@ -86,6 +106,26 @@ class AttentionSpec:
         return DTYPES[self.dtype]
 
     @property
+    def result_dtype(self) -> str:
+        """Of the output."""
+        return self.out_dtype or OUT_DTYPES[self.dtype][0]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the inputs are stored values that factors (`DESCALES`) turn into true ones."""
+        return self.dtype == "e4m3"
+
+    @property
+    def qk_chunks(self) -> tuple[int, ...]:
+        """Chunks of the head dim of queries and keys."""
+        return head_dim_chunks(self.head_dim, _MIN_CHUNK.get(self.dtype, 16))
+
+    @property
+    def v_chunks(self) -> tuple[int, ...]:
+        """Chunks of the head dim of values."""
+        return head_dim_chunks(self.head_dim_v, _MIN_CHUNK.get(self.dtype, 16))
+
+    @property
     def dtype_label(self) -> str:
         """The dtype, and for fp32 how it is multiplied: `bf16`, `fp32`, `tf32`."""
         return "tf32" if self.dtype == "fp32" and self.fp32_precision == "tf32" else self.dtype
@@ -96,10 +136,12 @@ class AttentionSpec:
         return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
 
     def tuned_as(self) -> AttentionSpec:
-        """The spec whose records serve this one: the LSE store and the sign of the scale move no optimum."""
-        if not self.return_lse and self.positive_scale:
+        """The spec whose records serve this one: the LSE store, the sign of the scale and which of two 16-bit
+        dtypes the output has move no optimum.
+        """
+        if not self.return_lse and self.positive_scale and not self.out_dtype:
             return self
-        return replace(self, return_lse=False, positive_scale=True)
+        return replace(self, return_lse=False, positive_scale=True, out_dtype="")
 
     @property
     def key(self) -> str:
@@ -127,6 +169,7 @@ class AttentionSpec:
             "score_mod": None
             if self.score_mod is None
             else {"name": self.score_mod.name, "text": self.score_mod.text},
+            **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
         }
 
     @classmethod

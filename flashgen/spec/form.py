@@ -129,6 +129,7 @@ SPEC: dict[str, Any] = {
     "positive_scale": Flag(),
     "mask": _RULE,
     "score_mod": Maybe(_RULE),
+    "out_dtype": Absent(Text()),
 }
 PARAMS = Each(_FLOAT)
 CONFIG = Each((Number(), Text()))

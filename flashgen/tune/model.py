@@ -205,7 +205,17 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
     compute = waves * (blocks * step + overhead) / clock
     slower = math.prod(HANDICAPS.get(str(value), 1.0) for _, value in config.values)
     loading = _loading_us(workload, tiles, target)
-    return slower * max(compute, loading) + _merging_us(workload, tiling, target) + 2.0
+    others = _before_us(workload, target) + _merging_us(workload, tiling, target)
+    return slower * max(compute, loading) + others + 2.0
+
+
+def _before_us(workload: Workload, target: Target) -> float:
+    """8-bit values are read, transposed and written before."""
+    spec = workload.spec
+    if not spec.quantized:
+        return 0.0
+    values = workload.batch * workload.kv_heads * workload.k_len * spec.head_dim_v * spec.itemsize
+    return 2.0 + 2 * values / roofline.bytes_per_s(target) * 1e6
 
 
 def expected_error(config: Config) -> float:

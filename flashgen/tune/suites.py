@@ -99,6 +99,7 @@ _BOTH = (causal(), full())
 
 SUITES: Mapping[str, Suite | FewQueries] = {
     "llama3-8b": Suite(Heads(128, 32, 8, masks=_BOTH), "Llama 3 8B: head_dim 128, 32 heads, 8 kv heads"),
+    "llama3-8b-e4m3": Suite(Heads(128, 32, 8, dtype="e4m3", masks=_BOTH), "Llama 3 8B with 8-bit q, k and v"),
     "llama3-8b-d64": Suite(Heads(64, 32, 8, masks=_BOTH), "the same with head_dim 64"),
     "mistral-7b": Suite(
         Heads(128, 32, 8, masks=(sliding_window(4095, 0),)), "Mistral 7B: a window of 4096 keys"

@@ -556,7 +556,10 @@ def stride(of: dict[str, Any]) -> dict[str, Any]:
         (abi(lambda a: a["grid"].update(pack=0)), "kernels[0]: grid.pack=0 must be a whole number from 1"),
         (artifact(lambda a: a.update(num_warps=12)), "artifact.num_warps=12 contradicts the config m64n32"),
         (artifact(lambda a: a.update(num_warps=0)), "kernels[0].artifact.num_warps must not be 0"),
-        (abi(lambda a: a["grid"].update(rule="x")), "unknown grid.rule 'x'; known: persistent, row_tiles"),
+        (
+            abi(lambda a: a["grid"].update(rule="x")),
+            "unknown grid.rule 'x'; known: key_tiles, persistent, row_tiles",
+        ),
         (abi(lambda a: a["facts"].update(wide=None)), "artifact.abi.facts.wide must not be None"),
         (abi(lambda a: a["facts"].update(wide=True)), "type='i32' cannot take"),
         (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import errno
+import math
 import os
 import re
 from pathlib import Path
 
 import pytest
 
+from flashgen.build.reference import E4M3_LIFT
 from flashgen.codegen.abi import WORKSPACE, Abi, environment_names
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.family import Family
@@ -64,6 +66,14 @@ SAMPLES = {
     "sm90_window_softcap": sm90(
         AttentionSpec(192, 128, "bf16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
         "c2x1n64s3g4p1_pinned_lazy_tree_lane_dynamic",
+    ),
+    "sm90_e4m3": sm90(
+        AttentionSpec(128, 128, "e4m3", masks.causal().rule, return_lse=True),
+        "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic",
+    ),
+    "sm90_e4m3_packed_chunks": sm90(
+        AttentionSpec(80, 96, "e4m3", masks.full().rule, score_mods.softcap(30.0).rule, out_dtype="fp16"),
+        "c1x1n64s2g4p4_early_always_chain_row_plain",
     ),
     "sm90_packed_chunks": sm90(
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
@@ -161,7 +171,8 @@ def test_signature_and_abi_agree() -> None:
         abi = sample.abi(CallFacts())
         assert [a.arg for a in function.args.args] == [a.name for a in abi.args]
         workspace = {WORKSPACE} if sample.config.to_json().get("schedule") == "dynamic" else set()
-        assert {a.source for a in abi.args} - set(environment_names(sample.spec, sample.scratch)) == workspace
+        known = environment_names(sample.spec, sample.scratch)
+        assert {a.source for a in abi.args} - set(known) == workspace
         assert Abi.from_json(abi.to_json()) == abi
 
 
@@ -207,6 +218,46 @@ def test_abi_promises_what_the_call_has() -> None:
     assert aligned["stride_vd"][2] == unit["stride_vd"][2] == 1 and strided["stride_vd"][2] is None
     wide = args(CallFacts("unit", tma=False, wide=True))
     assert wide["stride_qm"][0] == "i64" and wide["heads"][0] == "i32"
+
+
+def test_the_parts_signature_and_abi_agree() -> None:
+    sample = SAMPLES["sm90_e4m3"]
+    (part,) = sample.parts
+    functions = {f.name: f for f in ast.parse(sample.text).body if isinstance(f, ast.FunctionDef)}
+    abi = sample.abi(CallFacts(), part)
+    assert [a.arg for a in functions[part.name].args.args] == [a.name for a in abi.args]
+    assert (part.before, abi.grid.rule, abi.environment) == (
+        True,
+        "key_tiles",
+        sample.abi(CallFacts()).environment,
+    )
+    kinds = {a.name: (a.type, a.divisor) for a in abi.args}
+    assert kinds["V"] == kinds["VALUES"] == ("*e4m3", 16) and kinds["padded_len"] == ("i32", 16)
+    wide = {a.name: a.type for a in sample.abi(CallFacts(wide=True), part).args}
+    assert wide["stride_vb"] == "i64" and wide["padded_len"] == "i32"
+
+
+def test_a_kernel_of_8_bit_inputs_reads_v_from_the_buffer_and_factors_by_pointer() -> None:
+    sample = SAMPLES["sm90_e4m3"]
+    args = {a.name: a for a in sample.abi(CallFacts()).args}
+    assert (args["V"].source, args["V"].type) == ("scratch.values", "tensordesc<e4m3[1,1,128,128]>")
+    assert args["OUT"].type == "tensordesc<bf16[1,1,64,128]>"
+    assert (args["Q_SCALE"].type, args["Q_SCALE"].divisor) == ("*fp32", 1), "nobody promises where it lies"
+    assert {a.divisor for a in args.values() if a.name.startswith("stride_")} == {1}
+    half = SAMPLES["sm90_e4m3_packed_chunks"]
+    assert {a.type for a in half.abi(CallFacts()).args if a.name.startswith("OUT")} == {
+        "tensordesc<fp16[1,4,16,64]>",
+        "tensordesc<fp16[1,4,16,32]>",
+    }
+    assert "_e4m3_to_fp16_" in half.name
+
+
+def test_the_weights_of_8_bits_stay_below_what_e4m3_holds() -> None:
+    for name in ("sm90_e4m3", "sm90_e4m3_packed_chunks"):
+        numbers = re.findall(r"^(LIFT|SLACK) = gl.constexpr\(([\d.]+)\)", SAMPLES[name].text, re.MULTILINE)
+        assert {name for name, _ in numbers} >= {"LIFT"}
+        assert 2.0 ** math.fsum(float(value) for _, value in numbers) <= 448
+        assert 2.0 ** float(dict(numbers)["LIFT"]) >= E4M3_LIFT
 
 
 def test_c17_the_cap_is_a_runtime_argument() -> None:

@@ -21,6 +21,7 @@ from flashgen.codegen.source import render
 from flashgen.errors import CompileFailed, DoesNotFit
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
 FAMILY = FAMILIES["attention_fwd_sm90"]
@@ -66,6 +67,63 @@ def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
 @pytest.mark.parametrize(
     ("spec", "config"),
     [
+        (AttentionSpec(64, 64, "e4m3", FULL), "c3x1n128s4g4p1_pinned_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "e4m3", CAUSAL), "c2x1n128s4g4p1_late_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "e4m3", CAUSAL), "c3x1n64s4g4p4_early_lazy_tree_lane_dynamic"),
+        (
+            AttentionSpec(96, 80, "e4m3", WINDOW, SOFTCAP, out_dtype="fp16"),
+            "c1x2n64s2g4p8_late_always_chain_row_plain",
+        ),
+        (
+            AttentionSpec(256, 256, "e4m3", CAUSAL, return_lse=True),
+            "c2x1n128s2g4p1_late_lazy_tree_lane_plain",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.dims_label,
+)
+def test_8_bit_weights_stay_in_words_from_the_conversion_to_the_product(
+    spec: AttentionSpec, config: str, tmp_path: Path
+) -> None:
+    """Taken apart into bytes they cost hundreds of PRMT; by memory, STS; from other threads, SHFL."""
+    artifact = build(spec, config, tmp_path)
+    code = sass(artifact.cubin)
+    for instruction in ("QGMMA.64x", "E4M3.F32", "USETMAXREG", "UTMALDG.4D", "UTMASTG.4D"):
+        assert instruction in code, instruction
+    assert "HGMMA" not in code and "LDL" not in code and "STL" not in code and artifact.spill_bytes == 0
+    assert code.count("PRMT") <= 16, "a few, for the producer's and the rules' own bytes"
+    assert code.count("SHFL") <= 60, "for maxima and sums of rows, and what is uniform"
+    (part,) = artifact.before
+    assert part.name == "transpose_values" and artifact.scratch[0].dtype == "e4m3"
+    copies = sass(part.cubin)
+    assert "LDG.E.128" in copies and "STG.E.128" in copies and part.spill_bytes == 0
+    described = [arg.source for arg in artifact.abi.args if arg.is_descriptor]
+    sizes = [facts.elem_size for facts in artifact.descriptors]
+    assert dict(zip(described, sizes, strict=True)) == {"q": 1, "k": 1, "scratch.values": 1, "out": 2}
+    bound = FAMILY.shared_bytes(FAMILY.find(config), spec, H200)
+    assert bound.least <= artifact.shared_bytes <= bound.most
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=lambda mask: mask.name)
+def test_the_default_for_8_bit_inputs_compiles_with_the_lse(dim: int, mask: Rule, tmp_path: Path) -> None:
+    spec = AttentionSpec(dim, dim, "e4m3", mask, return_lse=True)
+    artifact = build(spec, FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    assert artifact.spill_bytes <= 128, "once a tile, outside the loop over keys"
+
+
+def test_more_programs_than_registers_for_one_product_are_refused_before_ptxas_does(tmp_path: Path) -> None:
+    name = "c1x3n128s2g4p1_late_lazy_tree_lane_dynamic"
+    spec = AttentionSpec(32, 32, "e4m3", FULL)
+    assert FAMILY.fits(FAMILY.find(name), spec, H200) == (
+        "a product's sums take 64 registers, of 80 that 3 programs begin with"
+    )
+    with pytest.raises(CompileFailed, match=r"C7602.*Insufficient registers \(80\)"):
+        build(spec, name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
         (AttentionSpec(128, 128, "bf16", CAUSAL), "c1x1n64s4g4p4k16_late_lazy_tree_lane_plain"),
         (
             AttentionSpec(128, 128, "bf16", FULL, return_lse=True),
@@ -73,6 +131,7 @@ def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
         ),
         (AttentionSpec(64, 64, "fp16", WINDOW, SOFTCAP), "c1x3n64s2g4p8k64_late_lazy_tree_lane_plain"),
         (AttentionSpec(256, 256, "bf16", CAUSAL), "c2x1n64s2g4p1k8_late_lazy_tree_lane_plain"),
+        (AttentionSpec(128, 128, "e4m3", CAUSAL), "c2x1n128s4g4p4k16_late_lazy_tree_lane_plain"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.dims_label,
 )
@@ -81,7 +140,7 @@ def test_split_keys_leave_from_the_registers_and_one_warp_merges_a_row(
 ) -> None:
     artifact = build(spec, config, tmp_path)
     code = sass(artifact.cubin)
-    assert "HGMMA.64x" in code and "UTMALDG.4D" in code and artifact.spill_bytes == 0
+    assert "GMMA.64x" in code and "UTMALDG.4D" in code and artifact.spill_bytes == 0
     assert "UTMASTG" not in code and "STG.E.64" in code and len(artifact.descriptors) == 3
     bound = FAMILY.shared_bytes(FAMILY.find(config), spec, H200)
     assert bound.least <= artifact.shared_bytes <= bound.most

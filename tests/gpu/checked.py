@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flashgen.build.arguments import FACTS, facts_code, flatten
+from flashgen.build.arguments import FACTS, facts_code
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
@@ -52,10 +52,8 @@ class Call:
 
     def __init__(self, inputs: Inputs, spec: AttentionSpec, out: torch.Tensor, lse: torch.Tensor | None,
                  config: str = "", family: str = "attention_fwd") -> None:  # fmt: skip
-        values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
-        self.env = flatten(
-            inputs.q, inputs.k, inputs.v, out, lse, inputs.scale, values, tensors, inputs.layout
-        )
+        _, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
+        self.env = inputs.environment(out, lse)
         self.facts = FACTS[facts_code(self.env, spec.itemsize, tensors)]
         target, found = current_target(), find_family(family)
         heads, kv_heads = (inputs.bhsd(each).shape[1] for each in (inputs.q, inputs.k))

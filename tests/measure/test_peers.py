@@ -64,6 +64,7 @@ def test_torchs_flash_attention_gives_the_reference(mask: str, q_len: int, k_len
         ("cudnn", {"score_mod": "softcap(30.0)"}, "no softcap"),
         ("cudnn", {"mask": "causal", "k_len": 128}, "no bottom-right causal mask"),
         ("flex", {"mask": "key_padding"}, "peers are compared on full, causal and window masks"),
+        ("fa2", {"dtype": "e4m3"}, "peers are compared on 16-bit and float32 tensors, not on 8-bit ones"),
         ("fa4", {}, "is not installed"),
         ("cudnn", {}, "cuDNN through torch's SDPA failed with"),
     ],

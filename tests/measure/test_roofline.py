@@ -114,6 +114,13 @@ def test_float32_is_far_slower_than_tf32_and_bf16() -> None:
     assert times[2] == pytest.approx(16 * times[0])
 
 
+def test_8_bit_products_take_half_the_time_and_their_inputs_half_the_bytes() -> None:
+    e4m3, bf16 = sized(full(), dtype="e4m3"), sized(full())
+    assert roofline.peak_flops(e4m3, H200) == 2 * roofline.peak_flops(bf16, H200)
+    assert roofline.floor_us(e4m3, H200) == pytest.approx(roofline.floor_us(bf16, H200) / 2)
+    assert roofline.input_bytes(e4m3) == roofline.input_bytes(bf16) / 2
+
+
 def test_an_empty_workload_costs_nothing() -> None:
     assert (
         roofline.floor_us(sized(full(), k_len=0), H200)

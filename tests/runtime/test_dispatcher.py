@@ -15,6 +15,7 @@ from sample_records import H200, config, record, workload
 
 import flashgen
 from flashgen.build.arguments import FACTS, flatten
+from flashgen.build.quantized import E4M3
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
 from flashgen.codegen.families import serving
@@ -27,6 +28,7 @@ from flashgen.errors import (
     StoreError,
 )
 from flashgen.runtime import dispatcher as module
+from flashgen.runtime.checks import Given
 from flashgen.runtime.explain import Explanation, explain_workload
 from flashgen.runtime.misses import read_misses
 from flashgen.runtime.policy import Request, Source
@@ -383,7 +385,7 @@ def test_c15_what_cannot_fit_is_passed_over_and_every_candidate_is_named() -> No
         ("family default", "attention_fwd_sm90", "rejected"),
         ("family default", steps[2].choice, "accepted"),
     ]
-    assert "serves fp16, bf16, not fp32" in steps[1].reason
+    assert "serves fp16, bf16, e4m3, not fp32" in steps[1].reason
     assert parts.loads.launched == [steps[2].choice]
 
 
@@ -620,6 +622,70 @@ def test_a_warmed_key_is_the_calls_own_key(dtype: torch.dtype) -> None:
     parts.dispatcher.warm(call.workload(), FACTS[0], -1)
     parts.call(q, k, v, mask, score_mod=cap, scale=-0.5, return_lse=True)
     assert parts.dispatcher.resolves == 0 and len(parts.loads.launched) == 1
+
+
+def eight_bits(**sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (each.to(E4M3) for each in tensors(q_len=64, **sizes))
+    return q, k, v
+
+
+def test_a_kernel_of_8_bit_tensors_gets_their_factors() -> None:
+    parts, factor = make(), torch.rand(4, 8)
+    q, k, v = eight_bits()
+    given = Given(2.0, factor, 0.5, torch.float16)
+    out, lse = parts.call(q, k, v, CAUSAL, scale=0.25, return_lse=True, given=given)
+    assert (out.dtype, out.shape, lse.dtype) == (torch.float16, q.shape, torch.float32)
+    env = last_env(parts)
+    assert (env["scale"], env["v_factor"]) == (0.5, 0.5)
+    assert (env["descale.q"], env["descale.k"], env["descale.v"]) == (0, factor.data_ptr(), 0)
+    assert (env["descale.k.stride.batch"], env["descale.k.stride.kv_head"]) == (8, 1)
+    spec = parts.loads.kernels[-1].request.workload.spec
+    assert (spec.dtype, spec.out_dtype, spec.positive_scale) == ("e4m3", "fp16", True)
+    assert parts.call(q, k, v, CAUSAL).dtype == torch.bfloat16, "nothing given: factors of 1"
+    assert last_env(parts)["scale"] == 128**-0.5
+
+
+def test_factors_are_no_kind_of_their_own_but_the_outputs_dtype_is() -> None:
+    parts = make()
+    q, k, v = eight_bits()
+    for given in (None, Given(2.0), Given(torch.ones(32)), Given(None, torch.ones(4, 8), torch.ones(()))):
+        parts.call(q, k, v, CAUSAL, given=given)
+    assert parts.dispatcher.resolves == 1 and len(parts.loads.launched) == 4
+    parts.call(q, k, v, CAUSAL, given=Given(out_dtype=torch.bfloat16))
+    assert parts.dispatcher.resolves == 1
+    parts.call(q, k, v, CAUSAL, given=Given(out_dtype=torch.float16))
+    assert parts.dispatcher.resolves == 2
+    parts.call(q, k, v, CAUSAL, given=Given(q_descale=0.0))
+    assert parts.dispatcher.resolves == 3, "a scale of 0 has a kernel made for it"
+
+
+def test_a_warmed_key_is_that_of_8_bit_calls_too() -> None:
+    parts = make()
+    q, k, v = eight_bits()
+    given = Given(out_dtype=torch.float16)
+    call = module.check(q, k, v, CAUSAL, None, None, "bhsd", True, given)
+    parts.dispatcher.warm(call.workload(), FACTS[0], -1)
+    parts.call(q, k, v, CAUSAL, return_lse=True, given=given)
+    assert parts.dispatcher.resolves == 0 and len(parts.loads.launched) == 1
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_8_bit_tensors_that_no_kernel_serves_get_torchs_attention(return_lse: bool) -> None:
+    parts = make(target=find_target("nvidia-a100"))
+    q, k, v = eight_bits(batch=1)
+    given = Given(0.5, torch.rand(8) + 0.5, torch.rand(1, 8), torch.float16)
+    got = parts.call(q, k, v, CAUSAL, return_lse=return_lse, given=given)
+    assert parts.loads.launched == []
+    out, lse = got if return_lse else (got, None)
+    call = module.check(q, k, v, CAUSAL, None, None, "bhsd", True, given)
+    assert call.quantized is not None
+    exact, exact_lse = attention_reference(*call.quantized.true(q, k, v), mask=CAUSAL)
+    assert out.dtype == torch.float16
+    # Written out in float32, or with inputs and weights of bfloat16.
+    tolerance = 2e-3 if return_lse else 2e-2
+    torch.testing.assert_close(out.float(), exact, atol=tolerance, rtol=tolerance)
+    if lse is not None:
+        torch.testing.assert_close(lse, exact_lse, atol=1e-4, rtol=1e-4)
 
 
 # Nothing to compute

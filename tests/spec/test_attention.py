@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from flashgen.errors import InvalidArgument, UnknownName
-from flashgen.spec import masks, score_mods
+from flashgen.spec import form, masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload, length_code
 from flashgen.spec.config import Config
+from flashgen.spec.form import checked
 from flashgen.spec.record import Measurement, Record, Status, Versions
 from flashgen.spec.target import TARGETS, Target, bandwidth_class, find_target
 
@@ -58,6 +59,32 @@ def test_json_round_trips() -> None:
     assert back == record and back.created_at == record.created_at
     assert back.target.name == "nvidia-h200" and back.median_us == 12.5
     assert back.workload.spec.mask.name == SPEC.mask.name
+
+
+def test_the_dtype_of_an_8_bit_specs_output_is_a_field_only_where_it_is_not_the_usual_one() -> None:
+    """Records of before have no such key: they read, and are written, as they were."""
+    usual, other = AttentionSpec(64, 64, "e4m3"), AttentionSpec(64, 64, "e4m3", out_dtype="fp16")
+    assert usual == AttentionSpec(64, 64, "e4m3", out_dtype="bf16") != other
+    assert (usual.result_dtype, other.result_dtype) == ("bf16", "fp16")
+    assert "out_dtype" not in usual.to_json() and "out_dtype" not in SPEC.to_json()
+    for spec in (usual, other):
+        assert AttentionSpec.from_json(checked(spec.to_json(), form.SPEC, "spec")) == spec
+    assert other.key == usual.key == "fwd d64 e4m3 dense mask[True]" and other.tuned_as() == usual
+    assert replace(SPEC, dtype="fp16").result_dtype == "fp16" and not SPEC.quantized and usual.quantized
+    with pytest.raises(InvalidArgument, match="out_dtype='fp16' of bf16 inputs is not served; allowed: bf16"):
+        replace(SPEC, out_dtype="fp16")
+    with pytest.raises(InvalidArgument, match=r"out_dtype='e4m3' of e4m3 inputs .* allowed: bf16, fp16"):
+        replace(usual, out_dtype="e4m3")
+
+
+def test_chunks_of_8_bit_head_dims_are_of_what_tensor_cores_multiply_at_a_time() -> None:
+    assert AttentionSpec(80, 16, "e4m3").qk_chunks == (64, 32) and AttentionSpec(80, 16, "bf16").v_chunks == (
+        16,
+    )
+    assert AttentionSpec(80, 16, "e4m3").v_chunks == (32,) and AttentionSpec(80, 80, "bf16").qk_chunks == (
+        64,
+        16,
+    )
 
 
 def test_key_ignores_what_moves_no_optimum() -> None:

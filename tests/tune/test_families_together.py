@@ -11,7 +11,7 @@ import landscape
 import pytest
 
 from flashgen.build.inputs import contiguous_facts
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import FAMILIES, serving
 from flashgen.errors import InvalidArgument, Unsupported
 from flashgen.measure.replay import NoCompiler, Replay
 from flashgen.spec.config import Config
@@ -22,6 +22,7 @@ from flashgen.tune.dry_run import dry_run
 from flashgen.tune.plan import Plan
 from flashgen.tune.prior import families_for
 from flashgen.tune.simulate import simulate
+from flashgen.tune.suites import SUITES, suite_workloads
 from flashgen.tune.tuner import tune
 
 SM90 = FAMILIES["attention_fwd_sm90"]
@@ -119,3 +120,12 @@ def test_a_part_of_a_family_counts_as_a_part_of_the_space() -> None:
     records = [*landscape.records(), newer(400.0)[0]]
     with pytest.raises(InvalidArgument, match=f"369 of {368 + len(newer_space())} feasible configs"):
         simulate(records, ["random"], seeds=1)
+
+
+def test_8_bit_suites_are_the_hopper_familys_alone() -> None:
+    names = [name for name in SUITES if suite_workloads(name)[0].spec.dtype == "e4m3"]
+    assert names and all(SUITES[name].help for name in names)
+    for workload in (workload for name in names for workload in SUITES[name].workloads()):
+        assert serving(workload.spec, find_target("nvidia-h200")) == (SM90,)
+        with pytest.raises(Unsupported, match=r"attention_fwd_sm90 needs sm_90.* not e4m3"):
+            serving(workload.spec, find_target("nvidia-a100"))
