@@ -336,14 +336,15 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
     abi = Abi.from_json(artifact["abi"])
     parts = [*artifact.get("before", ()), *artifact.get("after", ())]
     scratch = tuple(Scratch.from_json(each) for each in artifact.get("scratch", ()))
-    for each in (abi, *(Abi.from_json(part["abi"]) for part in parts)):
+    abis = (abi, *(Abi.from_json(part["abi"]) for part in parts))
+    for each in abis:
         if each.environment != environment_names(spec, scratch) or each.facts != abi.facts:
             raise InvalidArgument(
                 f"{entry['cubin']} expects its call's values in another order than this FlashGen gives them"
             )
     if {part["name"] for part in parts} != entry.get("parts", {}).keys():
         raise InvalidArgument(f"the parts of {entry['cubin']} are not those that its artifact has")
-    if spec.return_lse != any(arg.source == "lse" for arg in abi.args):
+    if spec.return_lse != any(arg.source == "lse" for each in abis for arg in each.args):
         raise InvalidArgument(f"its arguments do not have what return_lse={spec.return_lse} says")
     if family is not None:
         _agrees_with(config, family.tiling(config), abi, artifact["num_warps"])

@@ -152,7 +152,7 @@ class _Shown:
                 return cls(spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":
-            config = families[0].default(spec, target, facts, group)
+            config = families[0].default(spec, target, facts, group, workload)
             untuned = "" if asked == name else ": no tuned record serves this"
             return cls(spec, config, target, facts, f"default config{untuned}")
         problems = []

@@ -192,6 +192,14 @@ class Arg:
         return tuple(int(n) for n in self.type[self.type.index("[") + 1 : self.type.index("]")].split(","))
 
 
+def tensor_arguments(tensor: str, dtype: str) -> tuple[Arg, ...]:
+    """Q, K, V or OUT as pointer and strides."""
+    source, letter, row = tensor.lower(), tensor[0].lower(), "n" if tensor in ("K", "V") else "m"
+    short = zip(("b", "h", row, "d"), AXES, strict=True)
+    strides = (Arg(f"stride_{letter}{axis}", f"{source}.stride.{name}", "i32") for axis, name in short)
+    return (Arg(tensor, source, f"*{dtype}"), *strides)
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen import lists
+from flashgen.codegen import lists, splits
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
 from flashgen.spec.config import Config, Value
@@ -16,6 +16,7 @@ def _tiling(config: Config) -> Tiling:
         num_warps=config.number("num_warps"),
         num_stages=config.number("num_stages"),
         descriptors=config["loads"] == "tma",
+        splits=config.number("splits"),
     )
 
 
@@ -81,6 +82,9 @@ ATTENTION_FWD = Family(
     limits=lambda config, spec, target: "",
     shared_bytes=_shared_bytes,
     defaults=_defaults,
-    parts=lambda config, spec: lists.parts(spec.mask, _tiling(config)),
-    scratch=lambda config, spec: lists.scratch(spec.mask, _tiling(config)),
+    options=splits.OPTIONS,
+    split_with=(("order", "heads"),),
+    splits_by_default=True,
+    parts=lambda config, spec: (*lists.parts(spec.mask, _tiling(config)), *splits.parts(config, spec)),
+    scratch=lambda config, spec: (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen import lists
+from flashgen.codegen import lists, splits
 from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
@@ -46,6 +46,7 @@ def _tiling(config: Config) -> Tiling:
         warps=warps,
         programs=programs,
         max_registers=REGISTERS // (32 * warps * programs) // 8 * 8 if programs > 1 else 0,
+        splits=config.number("splits"),
     )
 
 
@@ -86,7 +87,10 @@ def _has_out_buffer(config: Config, spec: AttentionSpec) -> bool:
     """Whether the output leaves through memory of its own, or through that of the queries.
 
     With its own the next tile's queries can be loaded meanwhile, if there is a next tile and there is room.
+    A part of split keys leaves from the registers: 32 bytes of each row at a time, which is a whole sector.
     """
+    if config.number("splits") > 1:
+        return False
     if spec.qk_chunks[: len(spec.v_chunks)] != spec.v_chunks or spec.result_dtype != spec.dtype:
         return True
     room = SHARED_BYTES // config.number("programs") - 2 * KIB
@@ -140,22 +144,22 @@ _KEYS = 128  # of a program that transposes; keys are padded to a multiple of it
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
-    listed = lists.scratch(spec.mask, _tiling(config))
+    shared = (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec))
     if not spec.quantized:
-        return listed
+        return shared
     extents = (Extent("batch"), Extent("kv_heads"), Extent("head_dim_v"), Extent("k_len", _KEYS, _KEYS))
-    return (*listed, Scratch(TRANSPOSED, spec.dtype, extents))
+    return (*shared, Scratch(TRANSPOSED, spec.dtype, extents))
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
-    listed = lists.parts(spec.mask, _tiling(config))
+    listing, merging = lists.parts(spec.mask, _tiling(config)), splits.parts(config, spec)
     if not spec.quantized:
-        return listed
+        return (*listing, *merging)
     axes = {"b": "batch", "h": "head", "n": "row", "d": "dim"}
     strides = (Arg(f"stride_v{short}", f"v.stride.{axis}", "i32") for short, axis in axes.items())
     padded = Arg("padded_len", f"scratch.{TRANSPOSED}.extent.dim", "i32", divisor=16)
     return (
-        *listed,
+        *listing,
         Part(
             name="transpose_values",
             before=True,
@@ -166,6 +170,7 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
             ),
             grid=Grid("key_tiles", _KEYS),
         ),
+        *merging,
     )
 
 
@@ -196,4 +201,12 @@ ATTENTION_FWD_SM90 = Family(
     derived=_derived,
     parts=_parts,
     scratch=_scratch,
+    options=splits.OPTIONS,
+    split_with=(
+        ("group", 4),
+        ("order", "late"),
+        ("rescale", "lazy"),
+        ("row_max", "tree"),
+        ("row_sum", "lane"),
+    ),
 )

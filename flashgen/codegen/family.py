@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from flashgen.codegen.abi import Grid, Part, Scratch
 from flashgen.errors import DoesNotFit, InvalidArgument
-from flashgen.spec.attention import AttentionSpec, CallFacts
-from flashgen.spec.config import SHORT_NAMES, Config, Value
+from flashgen.spec import tiles
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
+from flashgen.spec.config import OPTIONAL, SHORT_NAMES, Config, Value
 from flashgen.spec.form import shown
 from flashgen.spec.target import KIB, Target
+
+MOST_PROGRAMS = 4
+"""For each multiprocessor, of a kernel that splits keys: so many tiles fill a GPU without splits."""
+LEAST_BLOCKS = 8
+"""Of keys, of each part in a default that splits them: about what the second kernel costs, 3 to 4 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +57,24 @@ class Tiling:
     """Programs that share a multiprocessor, as far as the family plans it."""
     max_registers: int = 0
     """Of a thread at the launch, where the compiler is told; warp-specialised programs deal them out anew."""
+    splits: int = 1
+    """Programs that share a tile, each with a part of its keys."""
 
     @property
     def grid(self) -> Grid:
         """How many programs there are."""
         if self.persistent:
-            return Grid("persistent", self.block_m, self.pack, self.programs)
-        return Grid("row_tiles", self.block_m, self.pack)
+            return Grid("persistent", self.block_m, self.pack, self.programs, self.splits)
+        return Grid("row_tiles", self.block_m, self.pack, splits=self.splits)
 
     @property
     def rows(self) -> int:
         """Rows of a tile's matrix products."""
         return self.block_m * self.pack
+
+    def tiles(self, workload: Workload) -> int:
+        """Tiles of a call, before their keys are split."""
+        return -(-workload.q_len // self.block_m) * (workload.heads // self.pack) * workload.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,13 @@ class Family:
     """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
     language: str = "triton"
     """Or `gluon`."""
+    options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    """Further tunables, of those that a config leaves out (`spec.config.OPTIONAL`)."""
+    split_with: tuple[tuple[str, Value], ...] = ()
+    """What a search has of other tunables where it splits keys: the best on average. Other values are worth a
+    few per cent, where splits are worth a factor, and would treble a space of thousands."""
+    splits_by_default: bool = False
+    """Whether a default splits the keys of a call whose rows leave the GPU idle."""
     derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
     """What else the template reads: values that follow from config and spec."""
     parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
@@ -99,13 +118,16 @@ class Family:
 
     def config(self, **values: Value) -> Config:
         """A config of this family by tunable names; `InvalidArgument` if one is missing or unknown."""
-        for name, allowed in self.tunables:
-            if values.get(name) not in allowed:
+        given = {name: OPTIONAL[name] for name, _ in self.options} | values
+        for name, allowed in (*self.tunables, *self.options):
+            if given.get(name) not in allowed:
                 listed = ", ".join(map(str, allowed))
-                raise InvalidArgument(f"{self.name}: {name}={values.get(name)!r}; allowed: {listed}")
-        if extra := values.keys() - dict(self.tunables).keys():
+                raise InvalidArgument(f"{self.name}: {name}={given.get(name)!r}; allowed: {listed}")
+        if extra := values.keys() - dict((*self.tunables, *self.options)).keys():
             raise InvalidArgument(f"{self.name} has no tunable {', '.join(sorted(extra))}")
-        return Config(self.name, tuple((name, values[name]) for name, _ in self.tunables))
+        written = [name for name, _ in self.tunables]
+        written += [name for name, _ in self.options if given[name] != OPTIONAL[name]]
+        return Config(self.name, tuple((name, given[name]) for name in written))
 
     def owns(self, config: Config) -> str:
         """Why a config is none of this family; asked before anything else of one that was read."""
@@ -129,19 +151,25 @@ class Family:
             for each, _ in self.tunables
             if SHORT_NAMES[each]
         )
+        numbers += "".join(rf"(?:{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}}))?" for each, _ in self.options)
         words = "".join(rf"_(?P<{each}>[a-z]+)" for each, _ in self.tunables if not SHORT_NAMES[each])
         read = re.fullmatch(numbers + words, name)
         if read is None:
             example = self.all_configs()[0].name
             raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {example}")
-        values = {each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items()}
+        values: dict[str, Value] = {
+            each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items() if text
+        }
         try:
-            return self.config(**values)
+            found = self.config(**values)
         except InvalidArgument as error:
             raise InvalidArgument(f"no config {shown(name)}: {error}") from None
+        if found.name != name:
+            raise InvalidArgument(f"no config {shown(name)}: it is written {found.name}")
+        return found
 
     def all_configs(self) -> tuple[Config, ...]:
-        """The whole space, whatever fits."""
+        """The whole space but for the options, whatever fits."""
         return _all_configs(self.name, self.tunables)
 
     def supports(self, spec: AttentionSpec, target: Target) -> str:
@@ -160,6 +188,8 @@ class Family:
         """Why a config cannot run on a target; decided before anything is compiled."""
         if self.tiling(config).descriptors and not target.has_tma:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
+        if self.tiling(config).splits > 1 and tiles.lists(spec.mask) is not None:
+            return "splits keys by the order of their blocks, and this mask's blocks are listed"
         if reason := self.limits(config, spec, target):
             return reason
         needed = self.shared_bytes(config, spec, target).least
@@ -199,28 +229,98 @@ class Family:
         """Every config that fits, in a fixed order."""
         return tuple(c for c in self.all_configs() if not self.fits(c, spec, target))
 
+    def crowds(self, config: Config, workload: Workload, target: Target) -> str:
+        """Why a config that splits keys serves a call worse than one that does not: its rows fill the GPU.
+
+        Buffers of parts grow with the rows, too; so many programs write 100 MB at most.
+        """
+        tiling = self.tiling(config)
+        programs = tiling.tiles(workload) * tiling.splits
+        if tiling.splits == 1 or programs <= MOST_PROGRAMS * target.sm_count:
+            return ""
+        return (
+            f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more "
+            f"than {MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
+        )
+
     def feasible(
-        self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        facts: CallFacts,
+        heads_per_kv: int = 1,
+        workload: Workload | None = None,
     ) -> tuple[Config, ...]:
         """Every config that fits and admits calls of a kind, in a fixed order: what a search may try.
 
         Of a group's heads it packs none, or as many as it can: what lies between is never the best.
+
+        Args:
+            workload: whose sizes say into how many parts keys may be split; without it they are not.
         """
         packs = {self.tiling(config).pack for config in self.all_configs()}
         most = max(pack for pack in packs if heads_per_kv % pack == 0)
-        return tuple(
+        whole = (
             config
             for config in self.all_configs()
             if self.tiling(config).pack in (1, most)
             and not self.refuses(config, spec, target, facts, heads_per_kv)
         )
+        if workload is None:
+            return tuple(whole)
+        return tuple(
+            each for config in whole for each in (config, *self._splits(config, spec, workload, target))
+        )
 
-    def default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int = 1) -> Config:
+    def _splits(
+        self, config: Config, spec: AttentionSpec, workload: Workload, target: Target
+    ) -> Iterator[Config]:
+        """The config with its keys split in each way that a search should try: into no more parts than there
+        are blocks of keys, and into so many that a quarter of the multiprocessors have work."""
+        if any(config[name] != value for name, value in self.split_with):
+            return
+        tiling = self.tiling(config)
+        for splits in self._numbers_of_splits(-(-workload.k_len // tiling.block_n)):
+            split = self.config(**config.to_json(), splits=splits)
+            enough = 4 * tiling.tiles(workload) * splits >= target.sm_count
+            if enough and not (self.crowds(split, workload, target) or self.fits(split, spec, target)):
+                yield split
+
+    def _numbers_of_splits(self, most: int) -> list[int]:
+        """Into how many parts the family can split keys, at most so many."""
+        known = dict(self.options).get("splits", ())
+        return [each for each in known if isinstance(each, int) and 1 < each <= most]
+
+    def default(
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        facts: CallFacts,
+        heads_per_kv: int = 1,
+        workload: Workload | None = None,
+    ) -> Config:
         """The first default that is sure to fit and admits the call.
+
+        Args:
+            workload: where the family does so by default, a call whose rows leave more than half of the GPU
+                idle has its keys split, into the largest number of parts that the GPU runs at once and that
+                leaves each `LEAST_BLOCKS`.
 
         Raises:
             DoesNotFit: none does; the message lists what was tried.
         """
+        config = self._default(spec, target, facts, heads_per_kv)
+        if workload is None or not self.splits_by_default or tiles.lists(spec.mask) is not None:
+            return config
+        # A kernel of split keys has the LSE whether the call wants it or not.
+        split = self._default(replace(spec, return_lse=True), target, facts, heads_per_kv)
+        tiling = self.tiling(split)
+        together = target.sm_count * tiling.programs // max(tiling.tiles(workload), 1)
+        most = min(together, workload.k_len // (LEAST_BLOCKS * tiling.block_n))
+        splits = max(self._numbers_of_splits(most), default=1)
+        return config if splits == 1 else self.config(**split.to_json(), splits=splits)
+
+    def _default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int) -> Config:
         reasons = []
         for values in self.defaults(spec):
             config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))

@@ -11,15 +11,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashgen.codegen import lists
-from flashgen.codegen.abi import WORKSPACE, Abi, Arg, Part, Scratch, environment_names
+from flashgen.codegen import lists, splits
+from flashgen.codegen.abi import (
+    WORKSPACE,
+    Abi,
+    Arg,
+    Part,
+    Scratch,
+    environment_names,
+    tensor_arguments,
+)
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.attention_fwd_sm90 import TRANSPOSED
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import render_mask, render_score, rule_arguments
 from flashgen.codegen.families import FAMILIES
 from flashgen.spec.attention import DESCALES, AttentionSpec, CallFacts
-from flashgen.spec.config import Config
+from flashgen.spec.config import OPTIONAL, Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
 
 def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[tuple[Arg, ...]]:
     """A tensor as pointer and strides, or as one descriptor a chunk."""
-    source, letter = tensor.lower(), tensor[0].lower()
+    source = tensor.lower()
     dtype = spec.result_dtype if tensor == "OUT" else spec.dtype
     if tensor == "V" and any(buffer.name == TRANSPOSED for buffer in _scratch(config, spec)):
         keys = FAMILIES[config.family].tiling(config).block_n
@@ -150,12 +158,7 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
                 for c in chunks(spec, tensor)
             )
         ]
-    row = "n" if tensor in ("K", "V") else "m"
-    axes = (("b", "batch"), ("h", "head"), (row, "row"), ("d", "dim"))
-    pointer = Arg(tensor, source, f"*{dtype}")
-    return [
-        (pointer, *(Arg(f"stride_{letter}{short}", f"{source}.stride.{axis}", "i32") for short, axis in axes))
-    ]
+    return [tensor_arguments(tensor, dtype)]
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
@@ -177,10 +180,14 @@ def _descriptor_rows(tensor: str, config: Config) -> str:
 
 def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ...]:
     """The kernel's arguments in order, grouped by line of the signature."""
-    groups = [g for tensor in ("Q", "K", "V", "OUT") for g in _tensor_arguments(tensor, spec, config)]
-    if spec.return_lse:
-        groups.append((Arg("LSE", "lse", "*fp32"),))
     tiling = FAMILIES[config.family].tiling(config)
+    whole = tiling.splits == 1  # else output and LSE are another kernel's
+    tensors = ("Q", "K", "V", "OUT") if whole else ("Q", "K", "V")
+    groups = [g for tensor in tensors for g in _tensor_arguments(tensor, spec, config)]
+    if not whole:
+        groups.append(splits.BUFFERS)
+    elif spec.return_lse:
+        groups.append((Arg("LSE", "lse", "*fp32"),))
     if tiling.persistent:
         groups.append((Arg("WORKSPACE", WORKSPACE, "*i32"),))
     names = ("heads", "heads_per_kv", "q_len", "k_len", "scale")
@@ -271,7 +278,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             name=name,
             title=_title(spec),
             spec=spec,
-            config=dict(config.values),
+            config=OPTIONAL | dict(config.values),
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},

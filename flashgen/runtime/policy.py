@@ -150,7 +150,7 @@ class Policy:
             reason = family.supports(spec, target)
             if not reason:
                 try:
-                    config = family.default(spec, target, facts, workload.heads_per_kv)
+                    config = family.default(spec, target, facts, workload.heads_per_kv, workload)
                 except DoesNotFit as error:
                     reason = str(error)
                 else:
@@ -174,6 +174,7 @@ class Policy:
                 family.supports(spec, request.target)
                 or family.fits(config, spec, request.target)
                 or family.admits(config, request.facts, workload.heads_per_kv)
+                or family.crowds(config, workload, request.target)
             )
             if reason or not loading:
                 return None, reason

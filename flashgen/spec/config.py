@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.errors import InvalidArgument
@@ -25,12 +26,19 @@ SHORT_NAMES = {
     "row_max": "",
     "row_sum": "",
     "schedule": "",
+    "splits": "k",
 }
+
+OPTIONAL: dict[str, Value] = {"splits": 1}
+"""Tunables that a config leaves out where they have this value: what was named, recorded and rendered before
+one existed stays as it was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One point of a family's search space: (tunable, value) pairs in the family's order."""
+    """One point of a family's search space: (tunable, value) pairs in the family's order, without those of
+    `OPTIONAL` that have the value there.
+    """
 
     family: str
     values: tuple[tuple[str, Value], ...]
@@ -50,6 +58,8 @@ class Config:
         for key, value in self.values:
             if key == name:
                 return value
+        if name in OPTIONAL:
+            return OPTIONAL[name]
         raise KeyError(f"config {self.name} of {self.family} has no tunable {name!r}")
 
     def number(self, name: str) -> int:
@@ -65,10 +75,15 @@ class Config:
         return "_".join([numbers, *(v for _, v in self.values if isinstance(v, str))])
 
     def to_json(self) -> dict[str, Value]:
-        """The tunables alone, by name."""
+        """The tunables alone, by name, as `values` has them."""
         return dict(self.values)
 
     @classmethod
     def from_json(cls, family: str, data: dict[str, Value]) -> Config:
         """The inverse of `to_json`; the family says whether the config is one of its own."""
         return cls(family, tuple(data.items()))
+
+
+def tunables_of(configs: Iterable[Config]) -> tuple[str, ...]:
+    """Names of all tunables that any of these configs writes out, in the order in which they first occur."""
+    return tuple(dict.fromkeys(name for config in configs for name, _ in config.values))

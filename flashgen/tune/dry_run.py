@@ -159,15 +159,15 @@ def _study(
     plan: Plan,
 ) -> Study:
     spec, facts = workload.spec, contiguous_facts(workload)
-    configs = family.all_configs()
-    space = family.feasible(spec, target, facts, workload.heads_per_kv)
-    default = family.default(spec, target, facts, workload.heads_per_kv)
+    group = workload.heads_per_kv
+    space = family.feasible(spec, target, facts, group, workload)
+    configs = tuple(dict.fromkeys((*family.all_configs(), *space)))
+    default = family.default(spec, target, facts, group, workload)
     stored = store.records(target, spec.key, family.name, source=source)
     records = known_records(stored, workload, space, density(workload), versions, compiler)
     known = {record.config for record in records}
     unseen = frozenset(space) - known
     wanted = dict.fromkeys(first_tried(store, workload, target, default))
-    group = workload.heads_per_kv
     reasons = (family.refuses(config, spec, target, facts, group) for config in configs)
     return Study(
         workload=workload,

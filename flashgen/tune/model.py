@@ -110,12 +110,14 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     if tiling.warps:
         return _specialised_us(workload, config, tiling, target)
     block_m, block_n = tiling.rows, tiling.block_n
-    blocks = -(-workload.q_len // tiling.block_m) * (workload.heads // tiling.pack) * workload.batch
+    blocks = tiling.tiles(workload) * tiling.splits
+    blocks_per_sm = min(blocks_per_sm, -(-blocks // target.sm_count))
 
     # Tiles at the mask's edge are computed whole: about one more for each row of tiles.
     visible = roofline.visible(workload).pairs
     edge = 0.5 * (block_m + block_n) / block_n if visible < 1 else 0.0
     tiles = min(visible * workload.k_len / block_n + edge, -(-workload.k_len // block_n))
+    tiles = _of_a_part(tiles, tiling)
 
     clock = unit.ghz * 1e3  # clocks per microsecond
     per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
@@ -139,8 +141,32 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     # Under a causal mask tiles differ in length and later ones fill the gaps, so waves are not whole.
     waves_used = waves if visible == 1 else max(blocks / (target.sm_count * blocks_per_sm), 1.0)
     compute = waves_used * (tiles * tile_clocks + 2 * LATENCY) / clock
-    memory = roofline.input_bytes(workload) / roofline.bytes_per_s(target) * 1e6
-    return max(compute, memory) + 2.0
+    return max(compute, _loading_us(workload, blocks, target)) + _merging_us(workload, tiling, target) + 2.0
+
+
+SPLIT_US = 3.0
+"""Of the kernel that merges the parts of split keys, beside its traffic: a launch and two trips to memory."""
+LOADERS = 0.5
+"""Of the multiprocessors: so many draw the memory's whole bandwidth."""
+
+
+def _of_a_part(blocks: float, tiling: Tiling) -> float:
+    """Blocks of keys that the program with the most of a tile's visits."""
+    return math.ceil(blocks / tiling.splits) if tiling.splits > 1 else blocks
+
+
+def _loading_us(workload: Workload, programs: int, target: Target) -> float:
+    """Reading the inputs once from memory, by as many multiprocessors as have work."""
+    loading = min(programs / (LOADERS * target.sm_count), 1.0)
+    return roofline.input_bytes(workload) / (roofline.bytes_per_s(target) * max(loading, 1e-3)) * 1e6
+
+
+def _merging_us(workload: Workload, tiling: Tiling, target: Target) -> float:
+    """Writing and reading the parts of split keys, and the launch between the two."""
+    if tiling.splits == 1:
+        return 0.0
+    rows = workload.batch * workload.heads * workload.q_len * tiling.splits
+    return SPLIT_US + 2 * 4.0 * rows * (workload.spec.head_dim_v + 1) / roofline.bytes_per_s(target) * 1e6
 
 
 SPECIALISED_OPS = 7.6
@@ -172,13 +198,15 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
     visible = roofline.visible(workload).pairs
     edge = 0.5 * (tiling.block_m + block_n) / block_n if visible < 1 else 0.0
     blocks = max(min(visible * workload.k_len / block_n + edge, -(-workload.k_len // block_n)), 1.0)
+    blocks = _of_a_part(blocks, tiling)
     overhead = TILE_CLOCKS * (1.0 if tiling.programs == 1 else SHARED_TILE_CLOCKS)
-    tiles = -(-workload.q_len // tiling.block_m) * (workload.heads // tiling.pack) * workload.batch
+    tiles = tiling.tiles(workload) * tiling.splits
     waves = max(tiles / (target.sm_count * tiling.programs), 1.0)
     compute = waves * (blocks * step + overhead) / clock
-    memory = roofline.input_bytes(workload) / roofline.bytes_per_s(target) * 1e6
     slower = math.prod(HANDICAPS.get(str(value), 1.0) for _, value in config.values)
-    return slower * max(compute, memory) + _before_us(workload, target) + 2.0
+    loading = _loading_us(workload, tiles, target)
+    others = _before_us(workload, target) + _merging_us(workload, tiling, target)
+    return slower * max(compute, loading) + others + 2.0
 
 
 def _before_us(workload: Workload, target: Target) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashgen.errors import InvalidArgument, UnknownName
-from flashgen.spec.config import Config, Value
+from flashgen.spec.config import Config, Value, tunables_of
 
 PENALTY_FACTOR = 2.0
 """A config that failed or cannot exist counts as this many times the slowest one measured so far."""
@@ -57,7 +57,7 @@ class Search:
     """The search of one study: every config of the space at most once, seeds first.
 
     Args:
-        space: the feasible configs, enumerated; all have the same tunables.
+        space: the feasible configs, enumerated; all are of one family.
         sampler: a row of `SAMPLERS`.
         seeds: configs to try first; those outside the space are dropped.
         seed: of every random choice; two searches told the same outcomes ask for the same configs.
@@ -189,21 +189,22 @@ class _Optuna:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna = optuna
+        names = self._names = tunables_of(space)
         values: dict[str, dict[Value, None]] = {}
         for config in space:
-            for name, value in config.values:
-                values.setdefault(name, {})[value] = None
+            for name in names:
+                values.setdefault(name, {})[config[name]] = None
         self._distributions = {
             name: optuna.distributions.CategoricalDistribution(list(seen)) for name, seen in values.items()
         }
-        self._space = {config.values: config for config in space}
+        self._space = {self._point(config): config for config in space}
         self._study = optuna.create_study(sampler=make_sampler(seed))
         self._asked: dict[Config, Any] = {}
         self._random = random.Random(seed)
 
     def propose(self, unseen: dict[Config, None], penalty_us: float) -> Config:
         trial = self._study.ask(self._distributions)
-        wanted = tuple((name, trial.params[name]) for name in self._distributions)
+        wanted = tuple((name, trial.params[name]) for name in self._names)
         config = self._space.get(wanted)
         if config is not None and config in unseen:
             self._asked[config] = trial
@@ -212,14 +213,14 @@ class _Optuna:
             self._study.tell(trial, penalty_us)
         else:
             self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-        distances = {each: _distance(each.values, wanted) for each in unseen}
+        distances = {each: _distance(self._point(each), wanted) for each in unseen}
         nearest = min(distances.values())
         config = self._random.choice([each for each, far in distances.items() if far == nearest])
         self.adopt(config)
         return config
 
     def adopt(self, config: Config) -> None:
-        self._study.enqueue_trial(dict(config.values))
+        self._study.enqueue_trial(dict(self._point(config)))
         self._asked[config] = self._study.ask(self._distributions)
 
     def tell(self, config: Config, time_us: float | None, penalty_us: float) -> None:
@@ -229,9 +230,13 @@ class _Optuna:
             self._study.tell(trial, value)
         else:
             known = self._optuna.trial.create_trial(
-                params=dict(config.values), distributions=self._distributions, value=value
+                params=dict(self._point(config)), distributions=self._distributions, value=value
             )
             self._study.add_trial(known)
+
+    def _point(self, config: Config) -> tuple[tuple[str, Value], ...]:
+        """A config with the value of every tunable of the space, written out or not."""
+        return tuple((name, config[name]) for name in self._names)
 
 
 def _distance(a: Sequence[tuple[str, Value]], b: Sequence[tuple[str, Value]]) -> float:

@@ -293,7 +293,9 @@ def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) 
     held = {config.family for config in found}
     serve = serving(spec, target, facts, group)
     families = [family for family in serve if family.name in held] or serve
-    space = [config for family in families for config in family.feasible(spec, target, facts, group)]
+    space = [
+        config for family in families for config in family.feasible(spec, target, facts, group, workload)
+    ]
     recorded = tuple(found[config] for config in space if config in found)
     told = f"{workload.name} of [{spec.key}]"
     if len(recorded) < LEAST_COVERED * len(space):
@@ -305,7 +307,7 @@ def _landscape(workload: Workload, target: Target, found: dict[Config, Record]) 
     best = min(recorded, key=lambda record: record.median_us)
     if best.measurement.status is not Status.OK:
         raise InvalidArgument(f"no recorded config of {told} is right, so there is no best to compare with")
-    defaults = tuple(family.default(spec, target, facts, group) for family in families)
+    defaults = tuple(family.default(spec, target, facts, group, workload) for family in families)
     return Landscape(workload, len(space), best.config, best.median_us, defaults, recorded)
 
 

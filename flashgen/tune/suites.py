@@ -67,9 +67,37 @@ class Suite:
         return self.heads.workloads(self.sequences, self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class FewQueries:
+    """A named list of workloads with fewer queries than keys: speculative decoding, chunks of a prompt."""
+
+    heads: tuple[Heads, ...]
+    help: str
+    sizes: tuple[tuple[int, int, int], ...]
+    """(batch, queries, keys), the longest keys first, since what they teach serves the others."""
+
+    def workloads(self) -> tuple[Workload, ...]:
+        """All of them."""
+        return tuple(
+            make_workload(
+                head_dim=each.head_dim,
+                heads=each.heads,
+                kv_heads=each.kv_heads,
+                q_len=q_len,
+                k_len=k_len,
+                mask=mask,
+                dtype=each.dtype,
+                batch=batch,
+            )
+            for each in self.heads
+            for mask in each.masks
+            for batch, q_len, k_len in self.sizes
+        )
+
+
 _BOTH = (causal(), full())
 
-SUITES = {
+SUITES: Mapping[str, Suite | FewQueries] = {
     "llama3-8b": Suite(Heads(128, 32, 8, masks=_BOTH), "Llama 3 8B: head_dim 128, 32 heads, 8 kv heads"),
     "llama3-8b-e4m3": Suite(Heads(128, 32, 8, dtype="e4m3", masks=_BOTH), "Llama 3 8B with 8-bit q, k and v"),
     "llama3-8b-d64": Suite(Heads(64, 32, 8, masks=_BOTH), "the same with head_dim 64"),
@@ -84,6 +112,18 @@ SUITES = {
     ),
     "gpt2": Suite(
         Heads(64, 12, 12, dtype="fp16"), "GPT-2: head_dim 64, 12 heads", sequences=(256, 512, 1024)
+    ),
+    "gqa-short": FewQueries(
+        (Heads(128, 32, 8, masks=_BOTH), Heads(128, 32, 1, masks=_BOTH)),
+        "16 to 512 queries of 8,192 to 65,536 keys: head_dim 128, 32 heads, 8 kv heads and 1",
+        sizes=(
+            (1, 16, 65536),
+            (1, 512, 65536),
+            (1, 64, 32768),
+            (4, 128, 32768),
+            (1, 128, 8192),
+            (4, 16, 8192),
+        ),
     ),
     "ci": Suite(
         Heads(32, 4, 2, dtype="fp16", masks=_BOTH),

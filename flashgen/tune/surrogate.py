@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.spec.config import Config, Value
+from flashgen.spec.config import Config, Value, tunables_of
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ class Surrogate:
     """The belief over a finite space.
 
     Args:
-        space: configs with the same tunables.
+        space: configs of one family.
         expected_us: of each, what the cost model says; infinite where it sees no chance.
         nearby: for some of the space, log(measured / expected) at another workload of the same spec.
         error: how far off the model usually is, of the logarithm of time. On the portable family's recorded
@@ -130,7 +130,7 @@ def _distances(points: Floats) -> Floats:
 
 def _coordinates(space: Sequence[Config]) -> Floats:
     """Configs as points; a distance of 1 is where two are alike no longer."""
-    columns = [_column([config.values[i][1] for config in space]) for i in range(len(space[0].values))]
+    columns = [_column([config[name] for config in space]) for name in tunables_of(space)]
     return np.concatenate(columns, axis=1)
 
 

@@ -90,7 +90,7 @@ def _control(run: _Run, workloads: Sequence[Workload]) -> Control | None:
         except Unsupported:
             continue
         facts = contiguous_facts(workload)
-        config = family.default(workload.spec, run.target, facts, workload.heads_per_kv)
+        config = family.default(workload.spec, run.target, facts, workload.heads_per_kv, workload)
         compiled = run.compiler.submit(run.compiler.source(workload.spec, config), facts)
         return Control(workload, config, compiled, run.plan.passes)
     return None
@@ -275,10 +275,10 @@ class _Gpu:
     def _begin(self, job: _Job, family: Family) -> tuple[tuple[Config, ...], Search]:
         """The feasible space of a family and a search that knows what earlier runs measured."""
         spec, group = job.workload.spec, job.workload.heads_per_kv
-        space = family.feasible(spec, self._target, job.facts, group)
+        space = family.feasible(spec, self._target, job.facts, group, job.workload)
         job.space += len(space)
-        job.refused += len(family.all_configs()) - len(space)
-        default = family.default(spec, self._target, job.facts, group)
+        job.refused += len({*family.all_configs(), *space}) - len(space)
+        default = family.default(spec, self._target, job.facts, group, job.workload)
         job.defaults.append(default)
         stored = tuple(self._store.records(self._target, spec.key, family.name, source=self._measurer.source))
         seeds = first_tried(self._store, job.workload, self._target, default, self._winners)

@@ -20,7 +20,7 @@ from made import H200, SPEC, VERSIONS, config, kernels, record, records, with_ls
 
 from flashgen.build import device, launch
 from flashgen.build.artifact import Artifact
-from flashgen.build.compile import toolchain
+from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.bundle.load import Bundle, load_bundle, verify_bundle
 from flashgen.bundle.manifest import FORMAT, BundledKernel, _digest
 from flashgen.bundle.write import ANY_CALL, check_place, wanted, write_bundle
@@ -100,6 +100,29 @@ def test_a_persistent_kernel_comes_back_equal(compiled: tuple[BundledKernel, ...
     assert back.abi.grid == Grid("persistent", 32, 4)
     assert [arg.type for arg in back.abi.args if arg.source == WORKSPACE] == ["*i32"]
     assert loaded.manifest.records == (fast,) and fast.admission == "tma_pack4"
+
+
+def test_kernels_of_split_keys_come_back_equal(compiled: tuple[BundledKernel, ...], tmp_path: Path) -> None:
+    """Two kernels each, with and without the LSE, which the second one has, and the buffers between them."""
+    conf = find_family("attention_fwd").find("m64n32w4s2k4_tma_heads")
+    made = []
+    for spec in (SPEC, with_lse(SPEC)):
+        source = render(spec, conf, toolchain())
+        artifact = compile_kernel(source, ALIGNED, H200, tmp_path / "cache")
+        made.append(BundledKernel(spec, conf, source.text, artifact))
+    split = replace(record("tma", 512, 5.0), config=conf, kernel_hash=render(SPEC, conf, toolchain()).hash)
+    written = write_bundle((split,), [*compiled, *made], tmp_path / "b", H200, VERSIONS)
+    loaded = load_bundle(written)
+    for kernel in made:
+        entry = loaded.find(kernel.spec, conf, ALIGNED)
+        assert entry is not None and list(entry.parts) == ["combine_splits"]
+        back = loaded._artifacts[entry.cubin]
+        assert replace(back, ptx="").to_json() == kernel.artifact.to_json()
+        assert [part.cubin for part in back.after] == [part.cubin for part in kernel.artifact.after]
+    manifest = (written / "manifest.json").read_text()
+    (written / "manifest.json").write_text(manifest.replace('"splits": 4', '"splits": 8'))
+    with pytest.raises(BundleError):
+        load_bundle(written)
 
 
 def test_a_bundle_is_readable_and_complete(whole: Path, compiled: tuple[BundledKernel, ...]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashgen.codegen.families import FAMILIES, find_family, serving
+from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
 from flashgen.spec import masks
-from flashgen.spec.attention import AttentionSpec, CallFacts, head_dim_chunks
-from flashgen.spec.config import Config
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload, head_dim_chunks
+from flashgen.spec.config import Config, Value
 from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
@@ -209,3 +211,97 @@ def test_shared_memory_bounds_hold_over_recorded_compiles() -> None:
         spec = AttentionSpec(row["head_dim"], row["head_dim_v"], row["dtype"], masks.causal().rule)
         bound = FAMILY.shared_bytes(FAMILY.find(row["config"]), spec, TARGETS[row["target"]])
         assert bound.least <= row["shared_bytes"] <= bound.most, row
+
+
+# Split keys
+
+SHORT = Workload(SPEC, 1, 32, 8, 16, 8192)
+"""16 queries of 8 key heads, whose 4 query heads a tile may hold: 8 tiles on 132 multiprocessors."""
+PACKED = "c1x1n64s2g4p4{}_late_lazy_tree_lane_plain"
+
+
+def test_a_config_without_splits_is_named_and_written_as_ever() -> None:
+    for family, name in ((FAMILY, "m128n64w4s2_tma_heads"), (SM90, PACKED.format(""))):
+        config = family.find(name)
+        assert config["splits"] == 1 and "splits" not in config.to_json() and config.name == name
+        assert family.config(**config.to_json(), splits=1) == config
+        assert family.parts(config, SPEC) == family.scratch(config, SPEC) == ()
+        named = "a config of attention_fwd.* in another form"
+        assert re.match(named, family.owns(Config(family.name, (*config.values, ("splits", 1)))))
+
+
+def test_a_config_with_splits_is_found_and_owned_by_its_name() -> None:
+    for family, name in ((FAMILY, "m128n64w4s2k16_tma_heads"), (SM90, PACKED.format("k64"))):
+        config = family.find(name)
+        assert config.name == name and family.tiling(config).splits == config["splits"] > 1
+        assert config.to_json().popitem() == ("splits", config["splits"])
+        assert family.owns(Config.from_json(family.name, config.to_json())) == ""
+        assert [part.name for part in family.parts(config, SPEC)] == ["combine_splits"]
+        assert (
+            len({config, family.find(re.sub(r"k\d+", "", name)), family.find(re.sub(r"k\d+", "k2", name))})
+            == 3
+        )
+    with pytest.raises(InvalidArgument, match=r"no config .*: attention_fwd: splits=3; allowed: 1, 2, 4"):
+        FAMILY.find("m128n64w4s2k3_tma_heads")
+    with pytest.raises(InvalidArgument, match=r"k1_tma_heads.: it is written m128n64w4s2_tma_heads"):
+        FAMILY.find("m128n64w4s2k1_tma_heads")
+
+
+def splits_of(family: Family, workload: Workload) -> dict[str, set[Value]]:
+    """The splits that a search tries, by the rest of the config's name."""
+    found: dict[str, set[Value]] = {}
+    for config in family.feasible(SPEC, H200, CallFacts(), workload.heads_per_kv, workload):
+        found.setdefault(re.sub(r"k\d+_", "_", config.name), set()).add(config["splits"])
+    return found
+
+
+def test_a_search_splits_the_keys_of_few_rows_into_as_many_parts_as_fill_the_gpu() -> None:
+    """A quarter of 132 multiprocessors at least, and four times as many programs at most."""
+    found = splits_of(SM90, SHORT)
+    assert found[PACKED.format("")] == {1, 8, 16, 32, 64}
+    assert found[PACKED.format("").replace("p4", "p1")] == {1, 2, 4, 8, 16}
+    assert found[PACKED.format("").replace("lazy", "always")] == {1}, "what splits are searched with"
+    few_keys = replace(SHORT, k_len=1000)  # 16 blocks of 64
+    assert splits_of(SM90, few_keys)[PACKED.format("")] == {1, 8, 16}
+    assert splits_of(FAMILY, SHORT)["m16n64w4s2_tma_heads"] == {1, 2, 4, 8, 16}
+    assert splits_of(FAMILY, SHORT)["m16n64w4s2_tma_rows"] == {1}
+
+
+def test_a_search_of_many_rows_is_what_it_was() -> None:
+    for family in (FAMILY, SM90):
+        before = family.feasible(SPEC, H200, CallFacts(), 4)
+        assert family.feasible(SPEC, H200, CallFacts(), 4, Workload(SPEC, 4, 32, 8, 4096, 4096)) == before
+        assert len(family.feasible(SPEC, H200, CallFacts(), 4, SHORT)) < 3.5 * len(before)
+
+
+def test_splits_of_a_call_whose_rows_fill_the_gpu_are_refused() -> None:
+    split = SM90.find(PACKED.format("k16"))
+    assert SM90.crowds(split, SHORT, H200) == SM90.crowds(split, replace(SHORT, q_len=64), H200) == ""
+    told = "splits each tile's keys among 16 programs, which makes 1024 of them: more than 4 for each of 132"
+    assert SM90.crowds(split, replace(SHORT, q_len=128), H200).startswith(told)
+    whole = SM90.find(PACKED.format(""))
+    assert SM90.crowds(whole, replace(SHORT, q_len=100_000), H200) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "splits"),
+    [
+        (SM90, (1, 32, 8, 16, 8192), 4),  # 32 tiles of the default, which packs nothing
+        (SM90, (1, 8, 8, 16, 8192), 8),  # 8 tiles, but each part keeps 8 blocks of 128
+        (SM90, (1, 8, 8, 16, 65536), 16),
+        (SM90, (2, 32, 8, 16, 65536), 2),
+        (SM90, (4, 32, 8, 16, 65536), 1),  # 128 tiles fill 132 multiprocessors
+        (SM90, (1, 8, 8, 16, 1024), 1),  # 8 blocks
+        (SM90, (1, 8, 8, 16, 0), 1),
+        (FAMILY, (1, 8, 8, 100, 65536), 16),
+    ],
+)
+def test_a_default_splits_the_keys_of_a_call_that_would_leave_half_the_gpu_idle(
+    family: Family, sizes: tuple[int, int, int, int, int], splits: int
+) -> None:
+    workload = Workload(SPEC, *sizes)
+    config = family.default(SPEC, H200, CallFacts(), workload.heads_per_kv, workload)
+    assert config["splits"] == splits
+    assert not family.refuses(config, SPEC, H200, CallFacts(), workload.heads_per_kv)
+    without = family.default(SPEC, H200, CallFacts(), workload.heads_per_kv)
+    assert {**config.to_json(), "splits": 1} == {**without.to_json(), "splits": 1}

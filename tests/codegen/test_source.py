@@ -55,6 +55,7 @@ SAMPLES = {
     "interpreter": source(
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
     ),
+    "split_keys": source(AttentionSpec(64, 64, "bf16", masks.causal().rule), "m16n64w4s2k16_tma_heads"),
     "sm90_causal": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"
     ),
@@ -84,6 +85,10 @@ SAMPLES = {
     "sm90_packed_chunks": sm90(
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
         "c1x1n64s2g4p4_late_always_tree_row_plain",
+    ),
+    "sm90_split_keys": sm90(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
+        "c2x1n64s4g4p4k16_late_lazy_tree_lane_dynamic",
     ),
 }
 
@@ -176,6 +181,36 @@ def test_signature_and_abi_agree() -> None:
         known = environment_names(sample.spec, sample.scratch)
         assert {a.source for a in abi.args} - set(known) == workspace
         assert Abi.from_json(abi.to_json()) == abi
+
+
+def test_parts_of_split_keys_are_merged_by_a_second_kernel_that_alone_has_the_output() -> None:
+    for name, splits, lse in (("split_keys", 16, False), ("sm90_split_keys", 16, True)):
+        sample = SAMPLES[name]
+        (part,) = sample.parts
+        functions = {
+            node.name: node for node in ast.parse(sample.text).body if isinstance(node, ast.FunctionDef)
+        }
+        assert list(functions)[-1] == sample.name, "the hash takes the last one's name for the kernel's"
+        abi = sample.abi(CallFacts(), part)
+        assert [a.arg for a in functions[part.name].args.args] == [a.name for a in abi.args]
+        assert not part.before and abi.grid.blocks(2, 8, 100, 132) == 2 * 8 * 100
+        main, second = ({arg.source for arg in each.args} for each in (sample.abi(CallFacts()), abi))
+        assert {"out", "lse"} & main == set() and {"out", "lse"} & second == {
+            "out",
+            *(["lse"] if lse else []),
+        }
+        buffers = {"scratch.partial", "scratch.partial_lse"}
+        assert buffers <= main & second and all(buffer.dtype == "fp32" for buffer in sample.scratch)
+        assert [each.of(3) for each in sample.scratch[0].extents] == [3 * splits, 3, 3, 3]
+
+
+def test_splitting_keys_multiplies_the_programs() -> None:
+    sizes = 2, 32, 16, 132
+    split, whole = (SM90.find(f"c1x1n64s4g4p4{k}_late_lazy_tree_lane_plain") for k in ("k16", ""))
+    assert SM90.tiling(split).grid.blocks(*sizes) == 16 * SM90.tiling(whole).grid.blocks(*sizes) == 16 * 16
+    assert SAMPLES["sm90_split_keys"].abi(CallFacts()).grid.blocks(*sizes) == 132, (
+        "those of a persistent grid"
+    )
 
 
 def test_abi_promises_what_the_call_has() -> None:

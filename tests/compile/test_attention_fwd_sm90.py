@@ -20,7 +20,7 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.errors import CompileFailed, DoesNotFit
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS
 
@@ -129,12 +129,43 @@ def test_more_programs_than_registers_for_one_product_are_refused_before_ptxas_d
         build(spec, name, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        (AttentionSpec(128, 128, "bf16", CAUSAL), "c1x1n64s4g4p4k16_late_lazy_tree_lane_plain"),
+        (
+            AttentionSpec(128, 128, "bf16", FULL, return_lse=True),
+            "c2x1n128s2g4p4k4_late_lazy_tree_lane_dynamic",
+        ),
+        (AttentionSpec(64, 64, "fp16", WINDOW, SOFTCAP), "c1x3n64s2g4p8k64_late_lazy_tree_lane_plain"),
+        (AttentionSpec(256, 256, "bf16", CAUSAL), "c2x1n64s2g4p1k8_late_lazy_tree_lane_plain"),
+        (AttentionSpec(128, 128, "e4m3", CAUSAL), "c2x1n128s4g4p4k16_late_lazy_tree_lane_plain"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.dims_label,
+)
+def test_split_keys_leave_from_the_registers_and_one_warp_merges_a_row(
+    spec: AttentionSpec, config: str, tmp_path: Path
+) -> None:
+    artifact = build(spec, config, tmp_path)
+    code = sass(artifact.cubin)
+    assert "GMMA.64x" in code and "UTMALDG.4D" in code and artifact.spill_bytes == 0
+    assert "UTMASTG" not in code and "STG.E.64" in code and len(artifact.descriptors) == 3
+    bound = FAMILY.shared_bytes(FAMILY.find(config), spec, H200)
+    assert bound.least <= artifact.shared_bytes <= bound.most
+    (merging,) = artifact.after
+    assert (merging.num_warps, merging.shared_bytes, merging.spill_bytes) == (1, 0, 0)
+    assert "BAR" not in sass(merging.cubin), "nothing is exchanged between warps"
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_default_compiles_with_the_lse(dim: int, tmp_path: Path) -> None:
     """What a first call gets; without the LSE a kernel needs fewer registers."""
     spec = AttentionSpec(dim, dim, "bf16", FULL, return_lse=True)
-    artifact = build(spec, FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
-    assert artifact.spill_bytes <= 128, "once a tile, outside the loop over keys"
+    few_rows = Workload(spec, 1, 8, 8, 16, 65536)
+    for config in (FAMILY.default(spec, H200, ALIGNED), FAMILY.default(spec, H200, ALIGNED, 1, few_rows)):
+        artifact = build(spec, config.name, tmp_path)
+        assert artifact.spill_bytes <= 128, "once a tile, outside the loop over keys"
+    assert config["splits"] > 1
 
 
 def test_a_kernel_whose_products_ptxas_puts_in_line_is_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def variations() -> list[Config]:
     elsewhere = {("pack", 8), ("pack", 16), ("programs", 2), ("programs", 3)}
     found = [
         FAMILY.config(**{**BASE.to_json(), name: value})
-        for name, values in FAMILY.tunables
+        for name, values in (*FAMILY.tunables, *FAMILY.options)
         for value in values
         if (name, value) not in elsewhere
     ]

@@ -67,13 +67,14 @@ print("right", "imported:", loaded())
 '''
 
 
-def made(target: Target, cache: Path, out: Path) -> Path:
+def made(target: Target, cache: Path, out: Path, splits: int = 1) -> Path:
     """A bundle for `target` of one spec, by descriptor (where the GPU has it) and by pointer."""
     family, versions = find_family("attention_fwd"), Versions("0.1.0", toolchain().triton)
     spec = AttentionSpec(64, 64, "bf16", mask=masks.causal().rule)
     records, kernels = [], []
     for loads in ("tma", "pointer") if target.has_tma else ("pointer",):
-        config = family.config(block_m=64, block_n=32, num_warps=4, num_stages=2, loads=loads, order="heads")
+        tile = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+        config = family.config(**tile, loads=loads, order="heads", splits=splits)
         admission = family.admission(config)
         measurement = Measurement(Status.OK, 10.0, 10.0, 10.0, 5)
         workload = Workload(spec, 2, 8, 2, 512, 512)
@@ -88,8 +89,9 @@ def made(target: Target, cache: Path, out: Path) -> Path:
     return write_bundle(records, kernels, out, target, versions)
 
 
-def test_a_bundle_computes_without_the_compiler_side(tmp_path: Path) -> None:
-    bundle = made(live_target(0), tmp_path / "cache", tmp_path / "test.bundle")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_bundle_computes_without_the_compiler_side(splits: int, tmp_path: Path) -> None:
+    bundle = made(live_target(0), tmp_path / "cache", tmp_path / "test.bundle", splits)
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     kept = {n: v for n, v in os.environ.items() if n not in ("PATH", "CC", "CXX", "CUDA_HOME", "PYTHONPATH")}

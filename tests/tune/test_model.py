@@ -12,6 +12,8 @@ import pytest
 
 from flashgen.build.artifact import Artifact
 from flashgen.codegen.abi import DescriptorFacts
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.family import Family
 from flashgen.codegen.source import render
 from flashgen.measure import roofline
 from flashgen.measure.worker import Trial
@@ -21,7 +23,7 @@ from flashgen.spec.record import Status
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
 from flashgen.store.transfer import read_records
-from flashgen.tune.model import Footprint, ModelMeasurer, estimate_us, occupancy
+from flashgen.tune.model import Footprint, ModelMeasurer, estimate_us, expected_us, occupancy
 from flashgen.tune.plan import Plan
 from flashgen.tune.suites import suite_workloads
 from flashgen.tune.tuner import tune
@@ -143,6 +145,25 @@ def test_spills_and_a_smaller_gpu_cost_time() -> None:
     assert estimate_us(of, config, few, half) == pytest.approx(
         2 * estimate_us(of, config, few, H200), rel=0.1
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_few_rows_are_expected_to_gain_by_splits_until_the_gpu_is_full(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    few = replace(sized(full(), 4096), batch=1, heads=8, kv_heads=8, q_len=16, k_len=32768)
+    default = family.default(few.spec, H200, CallFacts(), 1)
+
+    def expected(of: Workload, splits: int) -> float:
+        return expected_us(of, family.config(**default.to_json(), splits=splits), H200)
+
+    times = [expected(few, splits) for splits in (1, 2, 4, 8, 16)]
+    assert all(later < 0.8 * earlier for earlier, later in itertools.pairwise(times[:4]))
+    assert times[4] < times[3] < times[0] / 4 and expected(few, 64) > times[4] / 2
+    assert times[4] > roofline.floor_us(few, H200)
+    many, short = replace(few, q_len=16384), replace(few, k_len=256)
+    assert expected(many, 2) > expected(many, 1) and expected(short, 2) > expected(short, 1)
 
 
 def test_a_kernel_that_cannot_run_is_refused_with_the_reason() -> None:

@@ -56,6 +56,25 @@ def test_a_whole_space_is_asked_once_and_then_nothing(sampler: str, ahead: int) 
     assert search.ask() is None and search.left == 0
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_space_where_some_configs_leave_a_tunable_out(sampler: str) -> None:
+    """Splits are written only where there are any; a sampler sees one in each config all the same."""
+    whole = SPACE[::40]
+    space = [
+        landscape.FAMILY.config(**config.to_json(), splits=splits)
+        for config in whole
+        for splits in (1, 2, 16)
+    ]
+    times = {config: 100.0 / config.number("splits") + i % 7 for i, config in enumerate(space)}
+    search = Search(space, sampler, knowledge=Knowledge(dict.fromkeys(space, 50.0)))
+    asked = []
+    while (config := search.ask()) is not None:
+        search.tell(config, times[config])
+        asked.append(config)
+    assert len(asked) == len(set(asked)) and min(asked, key=times.__getitem__)["splits"] == 16
+    assert set(asked) == set(space) or sampler == "guided"
+
+
 @pytest.mark.parametrize("ahead", [1, 8])
 def test_a_guided_search_stops_when_more_would_not_pay(ahead: int) -> None:
     search = Search(SPACE, "guided", knowledge=KNOWLEDGE)

@@ -42,7 +42,18 @@ def test_llama3_8b_is_what_the_goal_names() -> None:
     assert len(half) == 12
 
 
-@pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if suite.heads.dtype != "e4m3"])
+def test_few_queries_of_many_keys() -> None:
+    found = suite_workloads("gqa-short")
+    assert len(found) == len(set(found)) == 24
+    assert {(w.heads, w.kv_heads, w.spec.head_dim, w.spec.dtype) for w in found} == {
+        (32, kv_heads, 128, "bf16") for kv_heads in (8, 1)
+    }
+    assert {w.q_len for w in found} == {16, 64, 128, 512} and {w.batch for w in found} == {1, 4}
+    assert {w.k_len for w in found} == {8192, 32768, 65536}
+    assert {w.spec.mask for w in found} == {causal().rule, full().rule}
+
+
+@pytest.mark.parametrize("name", [name for name in SUITES if suite_workloads(name)[0].spec.dtype != "e4m3"])
 def test_every_suite_is_served_on_every_kind_of_target(name: str) -> None:
     for target in ("nvidia-a100", "nvidia-h200", "nvidia-rtx5090"):
         for workload in suite_workloads(name):

@@ -1,0 +1,40 @@
+"""The keys of a tile divided among several programs, where a call has too few rows to fill a GPU.
+
+Each program leaves the output of its part of the keys, normalised, and its LSE in buffers of the call, and a
+second kernel weighs the parts by their LSE (Dao et al. 2023, Flash-Decoding). Both families write their parts
+alike, so buffers and second kernel stand here once.
+"""
+
+from __future__ import annotations
+
+from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
+from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.config import Config, Value
+
+OPTIONS: tuple[tuple[str, tuple[Value, ...]], ...] = (("splits", (1, 2, 4, 8, 16, 32, 64)),)
+"""64 programs for each tile fill 132 multiprocessors from two tiles on: one sequence, one key head."""
+
+BUFFERS = (Arg("PARTIAL", "scratch.partial", "*fp32"), Arg("PARTIAL_LSE", "scratch.partial_lse", "*fp32"))
+"""As the kernels take them: the output of each part, and its LSE in log2 units."""
+
+
+def scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    """(batch, split, head, row) of the parts' outputs and LSEs, float32."""
+    splits = config.number("splits")
+    if splits == 1:
+        return ()
+    each = Extent("batch", times=splits)
+    return (
+        Scratch("partial", "fp32", (each, Extent("heads"), Extent("q_len"), Extent("head_dim_v"))),
+        Scratch("partial_lse", "fp32", (each, Extent("heads"), Extent("q_len"), Extent())),
+    )
+
+
+def parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    """The kernel that merges the parts, after the main one."""
+    if config.number("splits") == 1:
+        return ()
+    lse = ((Arg("LSE", "lse", "*fp32"),),) if spec.return_lse else ()
+    sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"))
+    arguments = (BUFFERS, tensor_arguments("OUT", spec.result_dtype), *lse, sizes)
+    return (Part("combine_splits", False, arguments, Grid("row_tiles", 1), num_warps=1),)
