@@ -71,6 +71,14 @@ def test_packed_groups(heads: int, kv_heads: int, pack: int, k_len: int) -> None
             right(work, SM90, f"{name}_late_lazy_tree_lane_plain")
 
 
+@pytest.mark.parametrize("config", CONFIGS[SM90])
+def test_8_bit_inputs(config: str) -> None:
+    """Three kernels: V is transposed before, the parts are merged after."""
+    for mask in (CAUSAL, masks.full()):
+        right(workload(128, dtype="e4m3", mask=mask, sizes=(2, 8, 2, 16, 5000)), SM90, config)
+        right(workload(72, 40, dtype="e4m3", mask=mask, sizes=(1, 8, 2, 77, 130)), SM90, config)
+
+
 @pytest.mark.parametrize(("family", "config"), EACH)
 def test_layouts_softcap_and_memory_around_the_tensors(family: str, config: str) -> None:
     right(workload(128, sizes=(2, 8, 2, 33, 1500)), family, config, layout="bshd")
