@@ -73,7 +73,10 @@ def test_documents(family: str, config: str, kind: str, lengths: tuple[int, int]
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_default_serves_documents(family: str, dim: int) -> None:
     skip_elsewhere(family)
-    for mask in (CAUSAL & masks.document(), masks.sliding_window(200, 0) & masks.document()):
+    window = masks.sliding_window(200, 0) & masks.document()
+    # At head_dim 256 a consumer has no registers left for a window's two edges: the portable family serves.
+    left_out = family == "attention_fwd_sm90" and dim == 256
+    for mask in (CAUSAL & masks.document(), *(() if left_out else (window,))):
         check(workload(dim, mask=mask, sizes=(2, 8, 2, 3000, 3000)), family=family)
 
 
