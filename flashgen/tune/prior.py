@@ -118,7 +118,7 @@ def knowledge(
         stored: of the workload's spec and target, and of the source that is worked with.
     """
     expected = {config: expected_us(workload, config, target) for config in space}
-    error = max(map(expected_error, space[:1]), default=0.0)  # all are of one family
+    error = max(map(expected_error, space), default=0.0)
     times: dict[Workload, dict[Config, float]] = {}
     for record in stored:
         learnt = learnt_us(record.measurement)
