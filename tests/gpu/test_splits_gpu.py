@@ -128,12 +128,13 @@ def test_a_captured_graph_has_buffers_of_its_own(family: str, config: str) -> No
 
 
 def test_a_call_of_few_rows_that_nobody_tuned_is_served_by_split_keys() -> None:
-    q = torch.randn(1, 8, 16, 112, device=DEVICE, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 8, 65536, 112, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    """In float32, which the portable family serves on every GPU: its default splits keys."""
+    q = torch.randn(1, 8, 16, 64, device=DEVICE)
+    k, v = (torch.randn(1, 8, 30000, 64, device=DEVICE) for _ in range(2))
     steps = flashgen.explain(q, k, v, mask="causal").steps
     (served,) = (step for step in steps if step.verdict == "accepted")
-    assert re.search(r"k(16|32|64)_", served.choice), served
+    assert re.search(r"k(4|8|16)_", served.choice), served
     out, lse = flashgen.attention(q, k, v, mask="causal", return_lse=True)
     exact, exact_lse = attention_reference(q, k, v, mask=CAUSAL)
-    torch.testing.assert_close(out.float(), exact.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out, exact.float(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(lse, exact_lse.float(), atol=1e-3, rtol=1e-3)
