@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.codegen import lists, splits
+from flashgen.codegen import splits
+from flashgen.codegen.abi import Part, Scratch
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec.attention import AttentionSpec, head_dim_chunks
 from flashgen.spec.config import Config, Value
@@ -64,6 +65,18 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     )
 
 
+def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    from flashgen.codegen import lists  # see `family.listed`
+
+    return (*lists.parts(spec.mask, _tiling(config)), *splits.parts(config, spec))
+
+
+def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    from flashgen.codegen import lists
+
+    return (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec))
+
+
 ATTENTION_FWD = Family(
     name="attention_fwd",
     op="fwd",
@@ -85,6 +98,6 @@ ATTENTION_FWD = Family(
     options=splits.OPTIONS,
     split_with=(("order", "heads"),),
     splits_by_default=True,
-    parts=lambda config, spec: (*lists.parts(spec.mask, _tiling(config)), *splits.parts(config, spec)),
-    scratch=lambda config, spec: (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec)),
+    parts=_parts,
+    scratch=_scratch,
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen import lists, splits
+from flashgen.codegen import splits
 from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch
-from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.codegen.family import Family, Shared, Tiling, listed
 from flashgen.spec import expr as ex
-from flashgen.spec import tiles
 from flashgen.spec.attention import DTYPES, AttentionSpec
 from flashgen.spec.config import Config, Value
 from flashgen.spec.target import KIB, REGISTERS, Target
@@ -124,11 +123,11 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(spec.qk_chunks), sum(spec.v_chunks))
-    listed = tiles.lists(spec.mask) is not None
-    table = _DEFAULT_TILES_OF_LISTS if listed else _DEFAULT_TILES
+    lists = listed(spec.mask)
+    table = _DEFAULT_TILES_OF_LISTS if lists else _DEFAULT_TILES
     tile = next(tile for limit, *tile in table if head_dim <= limit)
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place.
-    schedule = "plain" if head_dim > 192 and (spec.return_lse or listed) else "dynamic"
+    schedule = "plain" if head_dim > 192 and (spec.return_lse or lists) else "dynamic"
     rest = (4, 1, "late", "lazy", "tree", "lane")
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
@@ -144,6 +143,8 @@ _KEYS = 128  # of a program that transposes; keys are padded to a multiple of it
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    from flashgen.codegen import lists  # see `family.listed`
+
     shared = (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec))
     if not spec.quantized:
         return shared
@@ -152,6 +153,8 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    from flashgen.codegen import lists
+
     listing, merging = lists.parts(spec.mask, _tiling(config)), splits.parts(config, spec)
     if not spec.quantized:
         return (*listing, *merging)

@@ -11,16 +11,26 @@ from typing import Any
 
 from flashgen.codegen.abi import Grid, Part, Scratch
 from flashgen.errors import DoesNotFit, InvalidArgument
-from flashgen.spec import tiles
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.config import OPTIONAL, SHORT_NAMES, Config, Value
 from flashgen.spec.form import shown
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import KIB, Target
 
 MOST_PROGRAMS = 4
 """For each multiprocessor, of a kernel that splits keys: so many tiles fill a GPU without splits."""
 LEAST_BLOCKS = 8
 """Of keys, of each part in a default that splits them: about what the second kernel costs, 3 to 4 us."""
+
+
+def listed(mask: Rule) -> bool:
+    """Whether a mask's tiles are listed, since no ranges express them.
+
+    What knows is imported when asked: a process's first decision, mostly of other masks, is 15 ms sooner.
+    """
+    from flashgen.spec import tiles
+
+    return tiles.lists(mask) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,7 @@ class Family:
         """Why a config cannot run on a target; decided before anything is compiled."""
         if self.tiling(config).descriptors and not target.has_tma:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
-        if self.tiling(config).splits > 1 and tiles.lists(spec.mask) is not None:
+        if self.tiling(config).splits > 1 and listed(spec.mask):
             return "splits keys by the order of their blocks, and this mask's blocks are listed"
         if reason := self.limits(config, spec, target):
             return reason
@@ -310,7 +320,7 @@ class Family:
             DoesNotFit: none does; the message lists what was tried.
         """
         config = self._default(spec, target, facts, heads_per_kv)
-        if workload is None or not self.splits_by_default or tiles.lists(spec.mask) is not None:
+        if workload is None or not self.splits_by_default or listed(spec.mask):
             return config
         # A kernel of split keys has the LSE whether the call wants it or not.
         split = self._default(replace(spec, return_lse=True), target, facts, heads_per_kv)
