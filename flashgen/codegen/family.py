@@ -84,7 +84,8 @@ class Tiling:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of a call, before their keys are split."""
-        return -(-workload.q_len // self.block_m) * (workload.heads // self.pack) * workload.batch
+        whole = Grid("row_tiles", self.block_m, self.pack)
+        return whole.blocks(workload.batch, workload.heads, workload.q_len, multiprocessors=1)
 
 
 @dataclass(frozen=True, slots=True)

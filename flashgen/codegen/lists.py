@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch
 from flashgen.codegen.expressions import rule_arguments
-from flashgen.codegen.family import Tiling
+from flashgen.codegen.family import Tiling, listed
 from flashgen.spec import expr as ex
-from flashgen.spec import tiles
 from flashgen.spec.rule import Rule
 
 NUM_WARPS = 8
@@ -24,7 +23,7 @@ _SPARE = 1
 
 def scratch(rule: Rule, tiling: Tiling) -> tuple[Scratch, ...]:
     """The buffer of the lists: int32 (batch, heads or 1, tiles of queries, entries); none where ranges do."""
-    if tiles.lists(rule) is None:
+    if not listed(rule):
         return ()
     heads = Extent("heads") if _by_head(rule) else Extent()
     entries = Extent("k_len", tiling.block_n, plus=_COUNTS + _SPARE)
@@ -33,7 +32,7 @@ def scratch(rule: Rule, tiling: Tiling) -> tuple[Scratch, ...]:
 
 def parts(rule: Rule, tiling: Tiling) -> tuple[Part, ...]:
     """The kernel that writes them: a program for each tile of queries."""
-    if tiles.lists(rule) is None:
+    if not listed(rule):
         return ()
     sizes = ("heads", "heads_per_kv") if _by_head(rule) else ()
     groups = (
@@ -47,7 +46,7 @@ def parts(rule: Rule, tiling: Tiling) -> tuple[Part, ...]:
 
 def arguments(rule: Rule) -> tuple[Arg, ...]:
     """What a kernel that writes or walks the lists takes of them; nothing where there are none."""
-    if tiles.lists(rule) is None:
+    if not listed(rule):
         return ()
     axes = {"b": "batch", "h": "head", "m": "row"} if _by_head(rule) else {"b": "batch", "m": "row"}
     strides = (

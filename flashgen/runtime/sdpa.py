@@ -23,9 +23,8 @@ _CAUSAL, _CAUSAL_TOP_LEFT = masks.causal(), masks.causal("top_left")
 _FLAGS = (bool, torch.SymBool)
 """What may be True or False: `q.shape[2] > 1` is the second in a trace of sizes that vary."""
 
-_DTYPES = [
-    dtype for dtype in DTYPE_NAMES if dtype is not E4M3
-]  # which torch does not take: it has no factors
+# torch's call has no place for the factors of 8-bit tensors.
+_DTYPES = [dtype for dtype in DTYPE_NAMES if dtype is not E4M3]
 _HEAD_DIMS = frozenset(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 

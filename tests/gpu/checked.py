@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flashgen.build.arguments import FACTS, facts_code
@@ -31,6 +32,12 @@ COMBINED = [
     masks.sliding_window(64, 0) | ~masks.sliding_window(300, 300),
 ]
 """Every entry of the table of masks, and combinations of several ranges or none."""
+
+
+def skip_unless_served(family: str, spec: AttentionSpec | None = None) -> None:
+    """Leaves out what this GPU is not for: a Hopper kernel elsewhere."""
+    if reason := find_family(family).supports(spec or workload().spec, current_target()):
+        pytest.skip(reason)
 
 
 def workload(

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, among_nan, check, workload
+from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, among_nan, check, skip_unless_served, workload
 
-from flashgen.build.device import current_target
 from flashgen.build.inputs import make_inputs
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.families import find_family
@@ -23,8 +22,7 @@ FAMILY = find_family("attention_fwd_sm90")
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if current_target().arch != 90:
-        pytest.skip(f"the family is for sm_90, this GPU is sm_{current_target().arch}")
+    skip_unless_served(FAMILY.name)
 
 
 def right(work: Workload, config: str = "", layout: str = "bhsd", **tensors: torch.Tensor) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, check, workload
+from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, check, skip_unless_served, workload
 
 import flashgen
 from flashgen import masks, score_mods
-from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
 from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.codegen.families import find_family
@@ -29,8 +28,7 @@ WIDE = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if current_target().arch != 90:
-        pytest.skip(f"the family is for sm_90, this GPU is sm_{current_target().arch}")
+    skip_unless_served(FAMILY.name)
 
 
 def e4m3(*args: Any, out_dtype: str = "", **named: Any) -> Workload:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checked import CAUSAL, DEVICE, Call, check, workload
+from checked import CAUSAL, DEVICE, Call, check, skip_unless_served, workload
 
-from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs
 from flashgen.build.reference import attention_reference
 from flashgen.measure.check import Rig
@@ -28,11 +27,6 @@ CONFIGS = {
     ),
 }
 ALL = [(family, config) for family, configs in CONFIGS.items() for config in configs]
-
-
-def skip_elsewhere(family: str) -> None:
-    if family == "attention_fwd_sm90" and current_target().arch != 90:
-        pytest.skip("the family is for sm_90")
 
 
 def documents(kind: str, batch: int, length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -62,7 +56,7 @@ def judge(work: Workload, mask: Mask, family: str, config: str) -> None:
 @pytest.mark.parametrize("kind", ["sorted", "interleaved", "one", "each key its own"])
 @pytest.mark.parametrize("family,config", ALL)
 def test_documents(family: str, config: str, kind: str, lengths: tuple[int, int]) -> None:
-    skip_elsewhere(family)
+    skip_unless_served(family)
     dtype = torch.int64 if kind == "sorted" and "n64" in config else torch.int32
     document = masks.document(documents(kind, 2, lengths[1], dtype))
     for mask in (document, CAUSAL & document) if "n128" not in config else (document,):
@@ -72,7 +66,7 @@ def test_documents(family: str, config: str, kind: str, lengths: tuple[int, int]
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_default_serves_documents(family: str, dim: int) -> None:
-    skip_elsewhere(family)
+    skip_unless_served(family)
     window = masks.sliding_window(200, 0) & masks.document()
     # At head_dim 256 a consumer has no registers left for a window's two edges: the portable family serves.
     left_out = family == "attention_fwd_sm90" and dim == 256
@@ -86,7 +80,7 @@ NEAR = Rule.parse("mask", "abs(q_idx // 50 - k_idx // 50) <= reach[head] where r
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_lists_of_each_head(family: str) -> None:
-    skip_elsewhere(family)
+    skip_unless_served(family)
     draw = torch.Generator().manual_seed(0)
     blocks = torch.rand(8, 8, 8, generator=draw) < 0.4
     reach = torch.randint(-1, 6, (8,), generator=draw, dtype=torch.int32)
@@ -97,7 +91,7 @@ def test_lists_of_each_head(family: str) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_shared_row_of_documents_and_a_strided_one(family: str) -> None:
-    skip_elsewhere(family)
+    skip_unless_served(family)
     shared = documents("sorted", 1, 700).expand(3, -1)
     strided = documents("sorted", 3, 1400)[:, ::2]
     for ids in (shared, strided):
@@ -108,7 +102,7 @@ def test_a_shared_row_of_documents_and_a_strided_one(family: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_captured_calls_read_the_documents_of_each_replay(family: str) -> None:
     """The lists are made by the graph itself; two graphs on two streams do not share them."""
-    skip_elsewhere(family)
+    skip_unless_served(family)
     work = workload(64, mask=masks.document(), sizes=(2, 8, 2, 2000, 2000))
     made, graphs = [], []
     for seed in range(2):

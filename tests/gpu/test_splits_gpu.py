@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, among_nan, check, workload
+from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, among_nan, check, skip_unless_served, workload
 
 import flashgen
-from flashgen.build.device import current_target
 from flashgen.build.inputs import make_inputs
 from flashgen.build.reference import attention_reference
-from flashgen.codegen.families import find_family
 from flashgen.spec import masks, score_mods, tiles
 from flashgen.spec.attention import Workload
 from flashgen.spec.masks import Mask
@@ -32,8 +30,7 @@ EACH = [(family, config) for family, configs in CONFIGS.items() for config in co
 
 
 def right(work: Workload, family: str, config: str, layout: str = "bhsd", **tensors: torch.Tensor) -> None:
-    if reason := find_family(family).supports(work.spec, current_target()):
-        pytest.skip(reason)
+    skip_unless_served(family, work.spec)
     check(work, config, layout, family, **tensors)
 
 
@@ -95,8 +92,7 @@ def test_layouts_softcap_and_memory_around_the_tensors(family: str, config: str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_scores_that_are_nan_or_infinite(bad: float, family: str, config: str) -> None:
     work = workload(64, sizes=(1, 8, 2, 33, 1500))
-    if reason := find_family(family).supports(work.spec, current_target()):
-        pytest.skip(reason)
+    skip_unless_served(family, work.spec)
     inputs = make_inputs(work, DEVICE)
     q, k = inputs.q.abs() + 1, inputs.k.abs() + 1
     k[:, :, 1480] = bad
@@ -112,8 +108,7 @@ def test_scores_that_are_nan_or_infinite(bad: float, family: str, config: str) -
 @pytest.mark.parametrize(("family", "config"), EACH)
 def test_a_captured_graph_has_buffers_of_its_own(family: str, config: str) -> None:
     work = workload(128, sizes=(1, 8, 2, 16, 5000))
-    if reason := find_family(family).supports(work.spec, current_target()):
-        pytest.skip(reason)
+    skip_unless_served(family, work.spec)
     inputs = make_inputs(work, DEVICE)
     out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device=DEVICE)
     call = Call(inputs, work.spec, out, lse, config, family)

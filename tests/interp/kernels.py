@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 
-from flashgen.build.arguments import flatten
 from flashgen.build.compile import toolchain
 from flashgen.build.inputs import Inputs
 from flashgen.build.interpret import interpret
@@ -15,7 +14,6 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.measure.check import Expected, Verdict
 from flashgen.spec.attention import AttentionSpec, CallFacts
-from flashgen.spec.rule import values_and_tensors
 
 FAMILY = FAMILIES["attention_fwd"]
 ALIGNED: Final = CallFacts()
@@ -29,19 +27,7 @@ def run(
     q, v = inputs.bhsd(inputs.q), inputs.bhsd(inputs.v)
     out = torch.full((*inputs.q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:3], math.nan)
-    values, tensors = values_and_tensors(inputs.mask, inputs.score_mod)
-    env = flatten(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        out,
-        lse,
-        1 / math.sqrt(spec.head_dim) if inputs.scale is None else inputs.scale,
-        values=values,
-        tensors=tensors,
-        layout=inputs.layout,
-        pointers=False,
-    )
+    env = inputs.environment(out, lse, pointers=False)
     interpret(render(spec, FAMILY.find(config), toolchain(interpret=True)), facts, env)
     return inputs.bhsd(out), lse
 
