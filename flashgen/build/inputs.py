@@ -7,7 +7,7 @@ less power and runs at higher clocks), so the tuner measures on these and the re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,15 @@ class Inputs:
         """q, k and v as (batch, heads, seq, head_dim); 8-bit ones as they are meant, in float32."""
         q, k, v = (self.bhsd(each) for each in (self.q, self.k, self.v))
         return (q, k, v) if self.quantized is None else self.quantized.true(q, k, v)
+
+    def widened(self) -> Inputs:
+        """With the values that 8-bit q, k and v stand for in the dtype of the output; others as they are."""
+        if self.quantized is None:
+            return self
+        dtype = self.quantized.out_dtype
+        # An exchange of two axes is its own inverse.
+        q, k, v = (self.bhsd(each.to(dtype)).contiguous() for each in self.true())
+        return replace(self, q=q, k=k, v=v, quantized=None)
 
     def environment(
         self, out: torch.Tensor, lse: torch.Tensor | None, pointers: bool = True

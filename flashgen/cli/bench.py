@@ -17,7 +17,7 @@ import click
 
 from flashgen.cli.options import FilePath, Selection, workload_options
 from flashgen.cli.output import FAILED, Table, console, count, emit, json_option
-from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName
+from flashgen.errors import FlashGenError, InvalidArgument, NoGPU, UnknownName, Unsupported
 from flashgen.settings import VERSION, unwritable
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from flashgen.spec.attention import Workload
 
 OURS = "flashgen"
-IMPLS = (OURS, "cudnn", "fa2", "fa4", "flex")
+WIDENED = "flashgen-16bit"
+"""FlashGen on the values of 8-bit inputs in 16 bits, as its peers take them: what 8 bits gain."""
+COMPARED = (OURS, "cudnn", "fa2", "fa4", "flex")
+IMPLS = (*COMPARED, WIDENED)
 SHAPE = (
     "op",
     "dtype",
@@ -61,9 +64,10 @@ SHAPE = (
 )
 @click.option(
     "--impls",
-    default=",".join(IMPLS),
+    default=",".join(COMPARED),
     show_default=True,
-    help="What to compare, by commas; what is not installed is left out, with the reason.",
+    help="What to compare, by commas; what is not installed is left out, with the reason. "
+    f"{WIDENED}: ours on the values of 8-bit inputs in 16 bits, as the peers take them.",
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
 @click.option(
@@ -307,8 +311,10 @@ def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
     left_out: dict[str, str] = {}
     for name in impls:
         try:
-            ours = name == OURS
-            launch, families[name] = _ours(workload, inputs) if ours else (build_peer(name, inputs), "")
+            if name in (OURS, WIDENED):
+                launch, families[name] = _ours(inputs if name == OURS else _widened(inputs))
+            else:
+                launch, families[name] = build_peer(name, inputs), ""
         except FlashGenError as error:
             left_out[name] = str(error)
             continue
@@ -321,7 +327,13 @@ def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
     return Ready(launches, families, errors, left_out)
 
 
-def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str]:
+def _widened(inputs: Inputs) -> Inputs:
+    if inputs.quantized is None:
+        raise Unsupported(f"{WIDENED} is for 8-bit inputs, and these are wider: it would be {OURS} again")
+    return inputs.widened()
+
+
+def _ours(inputs: Inputs) -> tuple[Launch, str]:
     """FlashGen as a user calls it, and the family of the kernel that answers; `torch` where none does."""
     from flashgen import api
 

@@ -54,13 +54,12 @@ class Problem:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Problem:
-        """Reads the mask and score rule.
+        """Reads the mask and score rule; 8-bit tensors as the 16-bit ones that peers take.
 
         Raises:
             Unsupported: no peer knows them.
         """
-        if inputs.quantized is not None:
-            raise Unsupported("peers are compared on 16-bit and float32 tensors, not on 8-bit ones")
+        inputs = inputs.widened()
         mask, score_mod = inputs.mask, inputs.score_mod
         if mask.rule not in WINDOWS:
             raise Unsupported(f"peers are compared on full, causal and window masks, not {mask.describe()}")

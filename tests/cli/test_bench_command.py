@@ -81,6 +81,15 @@ def test_implementations_are_checked_before_they_are_timed() -> None:
     assert "not installed" in left_out["fa4"]
 
 
+def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
+    narrow = replace(SMALL, spec=replace(SMALL.spec, dtype="e4m3"))
+    launches, families, _, left_out = bench.ready(narrow, "cpu", ["flashgen", bench.WIDENED, "fa2"])
+    assert list(launches) == ["flashgen", bench.WIDENED, "fa2"] and not left_out
+    assert families == {"flashgen": "torch", bench.WIDENED: "torch", "fa2": ""}
+    _, _, _, left_out = bench.ready(SMALL, "cpu", [bench.WIDENED])
+    assert "is for 8-bit inputs" in left_out[bench.WIDENED]
+
+
 class WallClock:
     """Times calls on the CPU."""
 

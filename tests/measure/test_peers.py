@@ -57,6 +57,18 @@ def test_torchs_flash_attention_gives_the_reference(mask: str, q_len: int, k_len
     torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_peer_takes_8_bit_values_in_16_bits(layout: str) -> None:
+    (workload,) = workloads_from_args(head_dim=32, heads=4, kv_heads=2, seq=70, dtype="e4m3", batch=2)
+    inputs = make_inputs(workload, "cpu", layout)
+    widened = inputs.widened()
+    assert widened.quantized is None and widened.q.dtype == torch.bfloat16
+    assert widened.q.shape == inputs.q.shape and widened.widened() is widened
+    q, k, v = inputs.true()
+    wanted, _ = attention_reference(q, k, v, mask=inputs.mask, scale=inputs.scale)
+    torch.testing.assert_close(build_peer("fa2", inputs)().float(), wanted, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
@@ -64,7 +76,6 @@ def test_torchs_flash_attention_gives_the_reference(mask: str, q_len: int, k_len
         ("cudnn", {"score_mod": "softcap(30.0)"}, "no softcap"),
         ("cudnn", {"mask": "causal", "k_len": 128}, "no bottom-right causal mask"),
         ("flex", {"mask": "key_padding"}, "peers are compared on full, causal and window masks"),
-        ("fa2", {"dtype": "e4m3"}, "peers are compared on 16-bit and float32 tensors, not on 8-bit ones"),
         ("fa4", {}, "is not installed"),
         ("cudnn", {}, "cuDNN through torch's SDPA failed with"),
     ],
