@@ -98,8 +98,10 @@ def _timing(samples: list[float], method: str, floor_us: float = 0.0) -> Timing:
     return Timing(middle, min(samples), max(samples), len(samples), method, status, reason)
 
 
-def _method(launch_us: float, clock: Clock) -> tuple[str, Callable[[Launch, int], list[float]]]:
-    return ("graph", clock.replayed) if launch_us < GRAPH_BELOW_US else ("events", clock.each)
+def _method(
+    launch_us: float, clock: Clock, graph_below_us: float = GRAPH_BELOW_US
+) -> tuple[str, Callable[[Launch, int], list[float]]]:
+    return ("graph", clock.replayed) if launch_us < graph_below_us else ("events", clock.each)
 
 
 def _samples_for(launch_us: float, total_us: float, least: int, most: int) -> int:
@@ -130,12 +132,18 @@ def time_kernel(launch: Launch, clock: Clock, *, best_us: float = math.inf, floo
 
 
 def compare(
-    launches: Mapping[str, Launch], clock: Clock, *, passes: int = 5, floor_us: float = 0.0
+    launches: Mapping[str, Launch],
+    clock: Clock,
+    *,
+    passes: int = 5,
+    floor_us: float = 0.0,
+    graph_below_us: float = GRAPH_BELOW_US,
 ) -> dict[str, Timing]:
     """Times several kernels against each other: in every pass each of them once, in rotating order.
 
     A pass is the median of a few launches; the result's median, min and max are over the passes. All are
-    timed by one method, so that none gains from events or replay.
+    timed by one method, so that none gains from events or replay: by replay where the fastest takes less than
+    `graph_below_us`.
     """
     names = list(launches)
     quick = {}
@@ -144,7 +152,7 @@ def compare(
         quick[name] = min(clock.each(launches[name], QUICK))
     for name in names:
         clock.warm(launches[name], _samples_for(quick[name], HEAT_US / len(names), 1, MOST_HEAT))
-    method, sample = _method(min(quick.values()), clock)
+    method, sample = _method(min(quick.values()), clock, graph_below_us)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(passes):
         for position in range(len(names)):
