@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from flashgen.spec.attention import Workload
 
 HOST_US = 1000.0
-"""Launches shorter than this are timed by graph replay: FlashAttention-4's host took up to 0.25 ms a call, and
-between two events that counts as its kernel's time."""
+"""Launches shorter than this are timed by graph replay: FlashAttention-4's host took up to 0.25 ms a call,
+which counts as its kernel's time where that is timed between two events."""
 OURS = "flashgen"
 WIDENED = "flashgen-16bit"
 """FlashGen on the values of 8-bit inputs in 16 bits, as its peers take them: what 8 bits gain."""
