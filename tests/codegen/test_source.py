@@ -86,6 +86,13 @@ SAMPLES = {
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
         "c1x1n64s2g4p4_late_always_tree_row_plain",
     ),
+    "sm90_optimistic": sm90(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
+        "c3x1n64s3g4p1_late_lazy_optimistic_lane_dynamic",
+    ),
+    "sm90_optimistic_e4m3": sm90(
+        AttentionSpec(128, 128, "e4m3", masks.full().rule), "c2x1n128s2g4p4_late_lazy_optimistic_lane_plain"
+    ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
         "c2x1n64s4g4p4k16_late_lazy_tree_lane_dynamic",
