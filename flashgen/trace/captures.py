@@ -14,7 +14,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,8 +42,19 @@ class Code:
     """Names of all attributes it asks for."""
     tests_types: bool
     """Whether it may ask what a number's type is, which a stand-in would answer wrongly."""
-    asked: dict[type, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
-    """See `_asked`."""
+    asked: dict[type, Asked] = field(default_factory=dict)
+    """By the class of an object, see `_asked`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What code asks of the objects of a class."""
+
+    members: tuple[tuple[str, Any], ...]
+    """Names of attributes; with each the function behind it if it is a method, `_MISSING` if the class has
+    none of the name."""
+    within: Code
+    """What asks for attributes of these attributes: the code, and that of the methods."""
 
 
 _codes: dict[int, Code] = {}  # by id, for a code's hash takes 1 us; `Code` keeps it from being used again
@@ -193,7 +204,7 @@ def _parts(value: Any, owner: Code | None) -> tuple[Any, Sequence[Any], Code | N
         owner = owner or _caller(value)
         if owner is not None:
             found = _attributes(value, owner)
-            return (kind, *found), list(found.values()), owner
+            return (kind, *found), list(found.values()), _asked(kind, owner).within
     return _Same(value), (), owner
 
 
@@ -223,11 +234,8 @@ def _is_object(value: Any) -> bool:
     return (kind is types.SimpleNamespace or not _is_theirs(kind)) and hasattr(value, "__dict__")
 
 
-def _asked(kind: type, owner: Code) -> tuple[tuple[str, Any], ...]:
-    """Attributes that code asks of an object of a class, and those that the class's own methods ask for.
-
-    With each the function behind it if it is a method, `_MISSING` if the class has none of the name.
-    """
+def _asked(kind: type, owner: Code) -> Asked:
+    """Attributes that code asks of an object of a class, and those that the class's own methods ask for."""
     found = owner.asked.get(kind)
     if found is None:
         names = dict.fromkeys(sorted(owner.attributes | {"__call__"}))
@@ -239,7 +247,8 @@ def _asked(kind: type, owner: Code) -> tuple[tuple[str, Any], ...]:
                 more = sorted(_code(function.__code__).attributes - names.keys())
                 rest += more
                 names |= dict.fromkeys(more)
-        found = owner.asked[kind] = tuple(members.items())
+        within = replace(owner, attributes=frozenset(members), asked={})
+        found = owner.asked[kind] = Asked(tuple(members.items()), within)
     return found
 
 
@@ -266,7 +275,7 @@ def _attributes(value: Any, owner: Code) -> dict[str, Any]:
     own, kind = value.__dict__, type(value)
     tables = [own, *(own[name] for name in _MODULE_TABLES if name in own)]
     found = {}
-    for name, member in _asked(kind, owner):
+    for name, member in _asked(kind, owner).members:
         for table in tables:
             if name in table:
                 found[name] = table[name]
@@ -306,10 +315,10 @@ class Twins:
             head, parts, owner = _parts(value, owner)
             if isinstance(head, _Same) and not parts:
                 return value
-            self._build(value, parts, owner, name)
+            self._build(value, head, parts, owner, name)
         return self.made[id(value)]
 
-    def _build(self, value: Any, parts: Sequence[Any], owner: Code | None, name: str) -> None:
+    def _build(self, value: Any, head: Any, parts: Sequence[Any], owner: Code | None, name: str) -> None:
         kind, made = type(value), self.made
         if kind is types.FunctionType:
             self._function(value, parts, owner)
@@ -338,7 +347,7 @@ class Twins:
             for each, part in zip(names, parts, strict=True):
                 setattr(there, each, self.of(part, each, owner))
         else:
-            self._object(value, owner)
+            self._object(value, dict(zip(head[1:], parts, strict=True)), owner)
 
     def _function(self, value: types.FunctionType, parts: Sequence[Any], code: Code | None) -> None:
         assert code is not None
@@ -357,18 +366,16 @@ class Twins:
         copied.__defaults__ = tuple(next(rest) for _ in defaults) or None
         copied.__kwdefaults__ = {word: next(rest) for word in value.__kwdefaults__ or {}} or None
 
-    def _object(self, value: Any, owner: Code | None) -> None:
+    def _object(self, value: Any, found: dict[str, Any], owner: Code | None) -> None:
         """An object of the same class with the attributes that are asked for, and no others."""
-        assert owner is not None
         kind = type(value)
-        found = _attributes(value, owner)
         members = {
             name: member
-            for name in found
-            if _function_of(member := inspect.getattr_static(kind, name, None)) is found[name]
+            for name, part in found.items()
+            if _function_of(member := inspect.getattr_static(kind, name, None)) is part
         }
-        there: dict[str, Any] = {}
-        copied: Any = object.__new__(type(kind.__name__, (kind,), there) if members else kind)
+        base = types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object
+        copied: Any = base.__new__(type(kind.__name__, (kind,), {}) if members else kind)
         self.made[id(value)] = copied
         for name, part in found.items():
             other = self.of(part, name, owner)
@@ -376,6 +383,5 @@ class Twins:
             if member is None:
                 copied.__dict__[name] = other
             else:  # property, staticmethod and classmethod are called with the function they wrap
-                setattr(
-                    type(copied), name, other if type(member) is types.FunctionType else type(member)(other)
-                )
+                wrapped = other if type(member) is types.FunctionType else type(member)(other)
+                setattr(type(copied), name, wrapped)

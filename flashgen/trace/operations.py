@@ -273,9 +273,10 @@ def _filled(value: float | None, like: bool) -> Row:
         **_: Value,
     ) -> Value:  # fmt: skip
         rest = list(args[1:] if like else args)
-        sized = not like or len(args) > 1 or size != ()
-        if sized and rest and isinstance(rest[0], tuple | list | torch.Size):
+        if rest and isinstance(rest[0], tuple | list):
             size = rest.pop(0)
+        elif value is not None:
+            size = rest or size
         if tuple(size):
             raise InvalidArgument(f"a tensor of shape {tuple(size)} is made; make it before the call, once")
         expr = t.expr(rest[0] if rest and value is None else fill_value)
