@@ -270,7 +270,7 @@ def _serve(
 _OPERATOR = op.define(_serve)
 
 
-def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None, *rules: Any) -> bool:
+def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, *rules: Any) -> bool:
     """Whether a call is part of a derivative, backward or forward, or of a transform of `torch.func`."""
     needed = torch.is_grad_enabled() and (
         q.requires_grad
