@@ -109,7 +109,7 @@ class Captures:
     numbers: list[int | float] = field(default_factory=list)
     """Ints within 32 bits and finite floats, in the order they were met."""
     tensors: list[Tensor] = field(default_factory=list)
-    seen: dict[int, int] = field(default_factory=dict)
+    seen: dict[Any, int] = field(default_factory=dict)
     tests_types: bool = False
 
 
@@ -139,8 +139,11 @@ def _walk(value: Any, owner: Code | None, found: Captures) -> None:
         found.key.append((value.dtype, value.dim()))
     elif kind in _PLAIN:
         found.key.append((kind, value))
+    elif kind.__module__ == "numpy" and hasattr(value, "item") and value.ndim == 0:
+        _walk(value.item(), owner, found)
     else:
-        again = found.seen.get(id(value))
+        mark = _mark(value, owner)
+        again = found.seen.get(mark)
         if again is not None:
             found.key.append(("again", again))
             return
@@ -148,13 +151,18 @@ def _walk(value: Any, owner: Code | None, found: Captures) -> None:
             raise InvalidArgument(
                 f"the callable reaches more than {MAX_PARTS} objects; let it capture what it reads alone"
             )
-        found.seen[id(value)] = len(found.seen)
+        found.seen[mark] = len(found.seen)
         head, parts, owner = _parts(value, owner)
         found.key.append(head)
         if kind is types.FunctionType and owner is not None and owner.tests_types:
             found.tests_types = True
         for part in parts:
             _walk(part, owner, found)
+
+
+def _mark(value: Any, owner: Code | None) -> Any:
+    """What is read once: a function, or any other thing as one function asks it for attributes."""
+    return id(value) if type(value) is types.FunctionType else (id(value), owner)
 
 
 def _is_number(value: int | float) -> bool:
@@ -229,9 +237,15 @@ def _caller(value: Any) -> Code | None:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an instance of a class written in Python, whose attributes can be read."""
+    """Whether a value is an instance of a class written in Python, whose attributes can be read.
+
+    Not one with a `__del__`, which a copy would run too.
+    """
     kind = type(value)
-    return (kind is types.SimpleNamespace or not _is_theirs(kind)) and hasattr(value, "__dict__")
+    if kind is types.SimpleNamespace:
+        return True
+    has_any = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_any and not _is_theirs(kind) and not hasattr(kind, "__del__")
 
 
 def _asked(kind: type, owner: Code) -> Asked:
@@ -247,7 +261,8 @@ def _asked(kind: type, owner: Code) -> Asked:
                 more = sorted(_code(function.__code__).attributes - names.keys())
                 rest += more
                 names |= dict.fromkeys(more)
-        within = replace(owner, attributes=frozenset(members), asked={})
+        asked = frozenset(members)
+        within = owner if asked == owner.attributes else replace(owner, attributes=asked, asked={})
         found = owner.asked[kind] = Asked(tuple(members.items()), within)
     return found
 
@@ -272,7 +287,7 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 def _attributes(value: Any, owner: Code) -> dict[str, Any]:
     """The attributes of an object that code asks for; a method or property by its function."""
-    own, kind = value.__dict__, type(value)
+    own, kind = getattr(value, "__dict__", {}), type(value)
     tables = [own, *(own[name] for name in _MODULE_TABLES if name in own)]
     found = {}
     for name, member in _asked(kind, owner).members:
@@ -284,7 +299,9 @@ def _attributes(value: Any, owner: Code) -> dict[str, Any]:
             if member is not None:
                 if member is not _MISSING:
                     found[name] = member
-            elif not hasattr(type(plain := inspect.getattr_static(kind, name)), "__get__"):
+            elif type(plain := inspect.getattr_static(kind, name)) is types.MemberDescriptorType:
+                found[name] = getattr(value, name, _NOTHING)  # of `__slots__`
+            elif not hasattr(type(plain), "__get__"):
                 found[name] = plain
     return found
 
@@ -299,7 +316,7 @@ class Twins:
     number: Callable[[str, int | float], Any]
     """(what the callable calls it, the number) -> what it is to read; called in the order of `Captures`."""
     tensor: Callable[[str, Tensor], Any]
-    made: dict[int, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, value: Any, name: str = "value", owner: Code | None = None) -> Any:
         """The copy of a value that is called `name`."""
@@ -310,51 +327,57 @@ class Twins:
             return self.tensor(name, value)
         if kind in _PLAIN:
             return value
-        if id(value) not in self.made:
-            self.made[id(value)] = value  # for what has no parts
+        if kind.__module__ == "numpy" and hasattr(value, "item") and value.ndim == 0:
+            return self.of(value.item(), name, owner)
+        mark = _mark(value, owner)
+        if mark not in self.made:
+            self.made[mark] = value  # for what has no parts
             head, parts, owner = _parts(value, owner)
-            if isinstance(head, _Same) and not parts:
-                return value
-            self._build(value, head, parts, owner, name)
-        return self.made[id(value)]
+            if not isinstance(head, _Same):
+                self._build(value, mark, head, parts, owner, name)
+        return self.made[mark]
 
-    def _build(self, value: Any, head: Any, parts: Sequence[Any], owner: Code | None, name: str) -> None:
+    def _build(
+        self, value: Any, mark: Any, head: Any, parts: Sequence[Any], owner: Code | None, name: str
+    ) -> None:
         kind, made = type(value), self.made
         if kind is types.FunctionType:
-            self._function(value, parts, owner)
+            self._function(value, mark, parts, owner)
         elif kind is types.MethodType:
             function, bound = (self.of(part, name, owner) for part in parts)
-            made[id(value)] = types.MethodType(function, bound)
+            made[mark] = types.MethodType(function, bound)
         elif kind is functools.partial:
             words = ("function", *(f"{name}_{i}" for i in range(len(value.args))), *value.keywords)
             function, *args = (self.of(part, word, owner) for part, word in zip(parts, words, strict=True))
             named = dict(zip(value.keywords, args[len(value.args) :], strict=True))
-            made[id(value)] = functools.partial(function, *args[: len(value.args)], **named)
+            made[mark] = functools.partial(function, *args[: len(value.args)], **named)
         elif kind is list:
-            made[id(value)] = [self.of(part, f"{name}_{i}", owner) for i, part in enumerate(parts)]
+            made[mark] = [self.of(part, f"{name}_{i}", owner) for i, part in enumerate(parts)]
         elif isinstance(value, tuple):
             words = getattr(value, "_fields", tuple(f"{name}_{i}" for i in range(len(parts))))
             copied = [self.of(part, word, owner) for part, word in zip(parts, words, strict=True)]
-            made[id(value)] = tuple(copied) if kind is tuple else kind(*copied)
+            made[mark] = tuple(copied) if kind is tuple else kind(*copied)
         elif kind is dict:
-            made[id(value)] = {
+            made[mark] = {
                 key: self.of(part, f"{name}_{key}", owner) for key, part in zip(value, parts, strict=True)
             }
         elif kind is types.ModuleType:
             assert owner is not None
-            there = made[id(value)] = types.SimpleNamespace(**value.__dict__)
+            there = made[mark] = types.SimpleNamespace(**value.__dict__)
             names = [each for each in owner.attributes if each in value.__dict__]
             for each, part in zip(names, parts, strict=True):
                 setattr(there, each, self.of(part, each, owner))
         else:
-            self._object(value, dict(zip(head[1:], parts, strict=True)), owner)
+            self._object(value, mark, dict(zip(head[1:], parts, strict=True)), owner)
 
-    def _function(self, value: types.FunctionType, parts: Sequence[Any], code: Code | None) -> None:
+    def _function(
+        self, value: types.FunctionType, mark: Any, parts: Sequence[Any], code: Code | None
+    ) -> None:
         assert code is not None
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         there = dict(value.__globals__)
         copied = types.FunctionType(value.__code__, there, value.__name__, None, cells)
-        self.made[id(value)] = copied
+        self.made[mark] = copied
         arguments = inspect.getfullargspec(value)
         defaults = arguments.args[len(arguments.args) - len(value.__defaults__ or ()) :]
         words = (*value.__code__.co_freevars, *code.globals, *defaults, *(value.__kwdefaults__ or {}))
@@ -366,7 +389,7 @@ class Twins:
         copied.__defaults__ = tuple(next(rest) for _ in defaults) or None
         copied.__kwdefaults__ = {word: next(rest) for word in value.__kwdefaults__ or {}} or None
 
-    def _object(self, value: Any, found: dict[str, Any], owner: Code | None) -> None:
+    def _object(self, value: Any, mark: Any, found: dict[str, Any], owner: Code | None) -> None:
         """An object of the same class with the attributes that are asked for, and no others."""
         kind = type(value)
         members = {
@@ -376,12 +399,13 @@ class Twins:
         }
         base = types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object
         copied: Any = base.__new__(type(kind.__name__, (kind,), {}) if members else kind)
-        self.made[id(value)] = copied
+        self.made[mark] = copied
         for name, part in found.items():
             other = self.of(part, name, owner)
             member = members.get(name)
             if member is None:
-                copied.__dict__[name] = other
+                if other is not _NOTHING:
+                    object.__setattr__(copied, name, other)  # also where the class refuses it (frozen)
             else:  # property, staticmethod and classmethod are called with the function they wrap
                 wrapped = other if type(member) is types.FunctionType else type(member)(other)
                 setattr(type(copied), name, wrapped)

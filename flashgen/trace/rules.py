@@ -104,6 +104,7 @@ class Traced:
 
 
 _CONSTANTS = "constants"
+"""In the place of a rule: there is one for each set of numbers, which stand in its key."""
 _traced: dict[Any, Any] = {}
 
 
@@ -125,28 +126,25 @@ def traced(kind: Any, function: Callable[..., Any], sizes: Sizes | None = None) 
     if isinstance(function, nn.Module):
         function = function.forward
     found = captures(function)
-    key: Any = (kind, *found.key)
-    known = _traced.get(key)
+    shape = (kind, *found.key)
+    known = _traced.get(shape)
     if known is _CONSTANTS:
-        key = (key, *found.numbers)
-        known = _traced.get(key)
-    if known is None:
-        known = _trace(kind, function, found, key)
-    return known.bound(found, sizes)
+        known = _traced.get((shape, *found.numbers))
+    return (known or _trace(kind, function, found, shape)).bound(found, sizes)
 
 
-def _trace(kind: str, function: Callable[..., Any], found: Captures, key: Any) -> Traced:
+def _trace(kind: str, function: Callable[..., Any], found: Captures, shape: tuple[Any, ...]) -> Traced:
     if len(_traced) >= MAX_TRACED:
         _traced.clear()
-    if not found.tests_types and found.numbers and _traced.get(key[0]) is not _CONSTANTS:
+    if not found.tests_types and _traced.get(shape) is not _CONSTANTS:
         try:
-            result = _traced[key] = _read_twice(kind, function, found, False)
+            result = _traced[shape] = _read_twice(kind, function, found, False)
             return result
         except InvalidArgument:
-            pass
-    if found.numbers and _traced.get(key[0]) is not _CONSTANTS:
-        _traced[key] = _CONSTANTS
-        key = (key, *found.numbers)
+            if not found.numbers:
+                raise
+    _traced[shape] = _CONSTANTS
+    key = (shape, *found.numbers)
     result = _traced[key] = _read_twice(kind, function, found, True)
     return result
 

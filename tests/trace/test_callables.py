@@ -6,8 +6,10 @@ import functools
 import gc
 import random
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from flex_collection import HEADS, causal, draw, window
@@ -156,6 +158,43 @@ def test_captures_of_every_kind_are_seen_when_they_change(monkeypatch: pytest.Mo
 
     joined = and_masks(causal, window(3), called)
     assert mask_mod(joined).values == (3, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    left: int
+    right: int
+
+
+OPTIONS = Options(4, 0)
+
+
+def to_the_right(q_idx, kv_idx):
+    return kv_idx - q_idx <= OPTIONS.right
+
+
+def test_one_object_read_by_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_traces(monkeypatch)
+
+    def function(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx <= OPTIONS.left) & to_the_right(q_idx, kv_idx)
+
+    assert mask_mod(function).values == (4, 0)
+    monkeypatch.setitem(globals(), "OPTIONS", Options(5, 1))
+    assert mask_mod(function).values == (5, 1) and len(made) == 1
+
+    class Node:
+        def __init__(self, size: int, parent: Node | None = None) -> None:
+            self.size, self.parent, self.child = size, parent, None
+
+        def mask(self, b, h, q_idx, kv_idx):
+            return q_idx - kv_idx <= self.child.parent.child.size
+
+    parent = Node(1)
+    parent.child = Node(np.int64(7), parent)
+    assert mask_mod(parent.mask).values == (7,)
+    parent.child.size = 8
+    assert mask_mod(parent.mask).values == (8,)
 
 
 def test_another_function_in_the_same_cell_is_another_mask() -> None:
