@@ -216,20 +216,11 @@ def flex_attention(
     return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
 
 
-_NO_CALLABLE = (
-    "torch.compile does not see what a callable captures; make the rule outside of what is compiled, by "
-    "flashgen.trace.mask_mod(function) or flashgen.trace.score_mod(function), and give that instead"
-)
-
-
 def _traced(q: Any, k: Any, mask: Any, score_mod: Any, layout: Any) -> tuple[Any, Any]:
     """A call's rules with what its callables mean in their place."""
-    if torch.compiler.is_compiling():
-        if callable(mask) or callable(score_mod):
-            raise InvalidArgument(_NO_CALLABLE)
-        return mask, score_mod
-    from flashgen.trace.rules import is_identity, traced
+    from flashgen.trace import compiled, rules
 
+    traced = compiled.traced if torch.compiler.is_compiling() else rules.traced
     sizes = None
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4 and layout in LAYOUTS:
         rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
@@ -239,8 +230,10 @@ def _traced(q: Any, k: Any, mask: Any, score_mod: Any, layout: Any) -> tuple[Any
     if callable(score_mod):
         score_mod = (score_mod,)
     if type(score_mod) in (list, tuple):
+        if len(score_mod) > 1 and any(map(callable, score_mod)) and torch.compiler.is_compiling():
+            raise InvalidArgument(compiled.NOT_COMPOSED)
         mods = [traced("score", each, sizes) if callable(each) else each for each in score_mod]
-        score_mod = as_score_mod([each for each in mods if not is_identity(each)])
+        score_mod = as_score_mod([each for each in mods if not rules.is_identity(each)])
     return mask, score_mod
 
 

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -304,6 +304,65 @@ def _attributes(value: Any, owner: Code) -> dict[str, Any]:
             elif not hasattr(type(plain), "__get__"):
                 found[name] = plain
     return found
+
+
+# Paths
+
+
+Path: TypeAlias = tuple[tuple[str, Any], ...]
+"""Steps from a callable to what it captures: `cell` (index), `global`, `attribute` (name), `item` (key)."""
+
+
+@dataclass(slots=True)
+class Paths:
+    """Where everything stands that a callable captures; numbers and tensors in the order of `Captures`."""
+
+    numbers: tuple[Path, ...] = ()
+    tensors: tuple[Path, ...] = ()
+    functions: tuple[Path, ...] = ()
+    constants: tuple[tuple[Path, Any], ...] = ()
+    """With their values."""
+
+
+def paths(function: Callable[..., Any]) -> Paths | None:
+    """How all that a callable captures is reached; None where no steps lead to some of it."""
+    found = Paths()
+    return found if _follow(function, None, (), found, set()) else None
+
+
+def _follow(value: Any, owner: Code | None, path: Path, found: Paths, seen: set[Any]) -> bool:
+    kind = type(value)
+    if (kind is int or kind is float) and _is_number(value):
+        found.numbers += (path,)
+    elif isinstance(value, Tensor):
+        found.tensors += (path,)
+    elif kind in _PLAIN or kind is int or kind is float:
+        found.constants += ((path, value),)
+    elif (mark := _mark(value, owner)) not in seen:
+        seen.add(mark)
+        head, parts, owner = _parts(value, owner)
+        if isinstance(head, _Same):
+            return isinstance(value, types.BuiltinFunctionType) or _is_theirs(value)
+        steps = _steps(value, head, len(parts))
+        if steps is None:
+            return False
+        if kind is types.FunctionType and path:
+            found.functions += (path,)
+        for part, step in zip(parts, steps, strict=True):
+            if part is not _NOTHING and not _follow(part, owner, (*path, step), found, seen):
+                return False
+    return True
+
+
+def _steps(value: Any, head: Any, count: int) -> list[tuple[str, Any]] | None:
+    """The steps to the parts of a value; None where torch could not take them."""
+    if type(value) is types.FunctionType:
+        steps: list[tuple[str, Any]] = [("cell", i) for i in range(len(value.__closure__ or ()))]
+        steps += [("global", name) for name in head.globals]
+        return steps if len(steps) == count else None  # no defaults
+    if type(value) in (tuple, list, dict):
+        return [("item", key) for key in (value if type(value) is dict else range(count))]
+    return None
 
 
 # Copies

@@ -60,35 +60,23 @@ class Traced:
     reads: tuple[tuple[int, int, Expr], ...]
     """(operand, axis, index) that is the same for a whole call and must lie within the tensor."""
 
-    def bound(self, found: Captures, sizes: Sizes | None) -> Mask | ScoreMod:
+    def bound(self, found: Captures, sizes: Sizes | None, checked: bool = False) -> Mask | ScoreMod:
         """The rule with the values that a callable captures now.
 
         Args:
             sizes: those of the call, by which tensors are cut that are longer than it needs; None keeps them.
+            checked: whether the indices are known to lie within their tensors.
 
         Raises:
             InvalidArgument: a tensor is too short for an index that is the same for the whole call.
         """
-        tensors = [self._operand(found.tensors[at], axes, sizes) for at, axes in self.operands]
+        tensors = [_fitted(found.tensors[at], axes, sizes) for at, axes in self.operands]
         values = tuple(
             found.numbers[at] if axis is None else found.tensors[at].shape[axis] for at, axis in self.values
         )
-        if self.reads:
+        if self.reads and not checked:
             self._check(values, tensors)
         return _BOUND[self.rule.kind](self.rule, values, tuple(tensors))
-
-    @staticmethod
-    def _operand(
-        tensor: Tensor, axes: tuple[tuple[int, tuple[str, ...]], ...], sizes: Sizes | None
-    ) -> Tensor:
-        if tensor.dim() == 0:
-            return tensor.reshape(1)
-        if sizes is not None:
-            for axis, symbols in axes:
-                needed = max(sizes[symbol] for symbol in symbols)
-                if tensor.shape[axis] > needed:
-                    tensor = tensor.narrow(axis, 0, needed)
-        return tensor
 
     def _check(self, values: tuple[int | float, ...], tensors: list[Tensor]) -> None:
         numbers = {name: value for (name, _), value in zip(self.rule.params, values, strict=True)}
@@ -101,6 +89,18 @@ class Traced:
                     f"{ex.to_text(index)} = {place} along axis {axis}; a captured index counts from the "
                     f"start, up to {length - 1}"
                 )
+
+
+def _fitted(tensor: Tensor, axes: Axes, sizes: Sizes | None) -> Tensor:
+    """A captured tensor as an operand: with an axis at least, and none longer than the call."""
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
+    if sizes is not None:
+        for axis, symbols in axes:
+            needed = max([sizes[symbol] for symbol in symbols])
+            if tensor.shape[axis] > needed:
+                tensor = tensor.narrow(axis, 0, needed)
+    return tensor
 
 
 _CONSTANTS = "constants"
@@ -126,11 +126,24 @@ def traced(kind: Any, function: Callable[..., Any], sizes: Sizes | None = None) 
     if isinstance(function, nn.Module):
         function = function.forward
     found = captures(function)
+    return _known(kind, function, found).bound(found, sizes)
+
+
+def rule_of(kind: str, function: Callable[..., Any]) -> Traced:
+    """What `traced` remembers of a callable.
+
+    Raises:
+        InvalidArgument: it cannot be traced.
+    """
+    return _known(kind, function, captures(function))
+
+
+def _known(kind: str, function: Callable[..., Any], found: Captures) -> Traced:
     shape = (kind, *found.key)
     known = _traced.get(shape)
     if known is _CONSTANTS:
         known = _traced.get((shape, *found.numbers))
-    return (known or _trace(kind, function, found, shape)).bound(found, sizes)
+    return known or _trace(kind, function, found, shape)
 
 
 def _trace(kind: str, function: Callable[..., Any], found: Captures, shape: tuple[Any, ...]) -> Traced:

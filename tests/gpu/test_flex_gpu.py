@@ -196,3 +196,23 @@ def test_tensors_of_another_device_are_refused() -> None:
 
     with pytest.raises(InvalidArgument, match=r"ids of .* is on cpu, q on cuda:0; move one"):
         flashgen.attention(q, k, v, mask=document)
+
+
+def test_compiled_code_takes_callables_in_one_graph() -> None:
+    q, k, v = draw(LENGTH, 64, device=torch.device(DEVICE), dtype=DTYPE)
+    bias = torch.randn(HEADS, device=DEVICE)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[h] * (kv_idx - q_idx)
+
+    block_mask = create_block_mask(window(100), None, None, LENGTH, LENGTH, device=DEVICE)
+
+    def call(q: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flashgen.flex_attention(q, k, v, biased, block_mask, None, True, True)
+        return out * 2, lse
+
+    compiled = torch.compile(call, fullgraph=True)
+    for _ in range(2):
+        for ours, eager in zip(compiled(q), call(q), strict=True):
+            torch.testing.assert_close(ours, eager)
+        bias.mul_(-0.5)

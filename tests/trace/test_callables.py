@@ -488,27 +488,95 @@ def test_flex_attention_takes_what_torchs_takes() -> None:
 # torch.compile
 
 
-def test_compiled_code_takes_rules_made_outside() -> None:
+def compiled_and_eager(function, *given) -> None:
+    """One graph without a break gives what the function gives."""
+    torch._dynamo.reset()  # which has a limit of graphs for one function
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for arguments in given:
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_compiled_code_takes_functions_in_one_graph() -> None:
     q, k, v = draw(LENGTH)
     bias = torch.randn(HEADS)
 
     def biased(score, b, h, q_idx, kv_idx):
         return score + bias[h] * kv_idx
 
-    mask, mod = mask_mod(window(5)), score_mod(biased)
+    def not_(inner):
+        return lambda b, h, q, k: ~inner(b, h, q, k)
 
-    def call(q, k, v):
-        return flashgen.attention(q, k, v, mask=mask, score_mod=mod)
+    def first(steps):
+        return lambda b, h, q, k: (q >= k) & (k < sum(range(steps)))
 
-    compiled = torch.compile(call, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(q, k, v), call(q, k, v))
+    def call(q, mask):
+        return flashgen.attention(q, k, v, mask=mask, score_mod=biased)
 
-    def direct(q, k, v):
-        return flashgen.attention(q, k, v, mask=window(5), score_mod=biased) + 1
+    for several in (
+        [window(5), window(6), window(7), causal],
+        [not_(causal), not_(window(3)), not_(window(4)), first(4), first(5)],
+        [and_masks(causal, window(3)), and_masks(window(3), not_(window(1)))],
+    ):
+        compiled_and_eager(call, *((q, mask) for mask in several))
 
-    with pytest.raises(Exception, match=r"flashgen\.trace\.mask_mod"):
-        torch.compile(direct, backend="eager", fullgraph=True)(q, k, v)
-    torch.testing.assert_close(torch.compile(direct, backend="eager")(q, k, v), call(q, k, v) + 1)
+    def sees(q):
+        return flashgen.attention(q, k, v, mask=causal, score_mod=biased)
+
+    compiled = torch.compile(sees, backend="eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(q), sees(q))
+        bias.mul_(-3)
+    bias = torch.randn(HEADS)
+    torch.testing.assert_close(compiled(q), sees(q))
+
+    ids = [torch.arange(LENGTH) // size for size in (3, 5)]
+    block_masks = [
+        create_block_mask(
+            lambda b, h, q, k, ids=each: ids[q] == ids[k], None, None, LENGTH, LENGTH, device="cpu"
+        )
+        for each in ids
+    ]
+    with pytest.raises(Exception, match="made within the code that is compiled"):  # defaults are not seen
+        compiled_and_eager(lambda q: flashgen.flex_attention(q, k, v, None, block_masks[0], None, True), (q,))
+    block_mask = create_block_mask(window(4), None, None, LENGTH, LENGTH, device="cpu")
+    compiled_and_eager(lambda q: flashgen.flex_attention(q, k, v, biased, block_mask, None, True), (q,))
+
+
+def test_compiled_code_takes_rules_made_outside() -> None:
+    q, k, v = draw(LENGTH)
+    mask, module = mask_mod(window(5)), Masks()
+    compiled_and_eager(lambda q: flashgen.attention(q, k, v, mask=mask), (q,))
+    of_module = mask_mod(module.mask)
+    compiled_and_eager(lambda q: flashgen.attention(q, k, v, mask=of_module), (q,))
+
+
+def test_compiled_code_breaks_where_torch_does_not_see() -> None:
+    q, k, v = draw(LENGTH)
+    module = Masks()
+
+    def made_within(q, ids):
+        def same(b, h, q_idx, kv_idx):
+            return ids[q_idx] == ids[kv_idx]
+
+        return flashgen.attention(q, k, v, mask=same)
+
+    def of_method(q, ids):
+        return flashgen.attention(q, k, v, mask=module.mask)
+
+    def of_several(q, ids):
+        mods = [lambda score, b, h, q, k: score * 2, flashgen.score_mods.softcap(3.0)]
+        return flashgen.attention(q, k, v, score_mod=mods)
+
+    for function in (made_within, of_method, of_several):
+        with pytest.raises(Exception, match=r"flashgen\.trace\."):
+            torch.compile(function, backend="eager", fullgraph=True)(q, TABLE)
+        torch.testing.assert_close(torch.compile(function, backend="eager")(q, TABLE), function(q, TABLE))
+    with pytest.raises(Exception, match="decides a branch of Python"):
+        torch.compile(lambda q: flashgen.attention(q, k, v, mask=branches), backend="eager", fullgraph=True)(
+            q
+        )
+    with pytest.raises(InvalidArgument, match="decides a branch of Python"):
+        torch.compile(lambda q: flashgen.attention(q, k, v, mask=branches), backend="eager")(q)
 
 
 def test_modes_of_torch_do_not_reach_the_trace() -> None:
