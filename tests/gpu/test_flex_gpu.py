@@ -187,6 +187,18 @@ def test_gradients_are_those_of_compiled_flex_attention() -> None:
         assert error < 2e-2
 
 
+def test_a_captured_tensor_alone_gets_its_gradient() -> None:
+    q, k, v = draw(256, 64, device=torch.device(DEVICE), dtype=DTYPE)
+    bias = torch.randn(HEADS, 256, device=DEVICE, requires_grad=True)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[h, kv_idx]
+
+    out, wanted = flashgen.attention(q, k, v, score_mod=biased), exact(q, k, v, Sample(None, biased))[0]
+    found, right = (torch.autograd.grad(each.float().square().sum(), bias)[0] for each in (out, wanted))
+    assert (found - right).abs().max() < 2e-2 * right.abs().max()
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     q, k, v = draw(LENGTH, 64, device=torch.device(DEVICE), dtype=DTYPE)
     ids = torch.arange(LENGTH)

@@ -289,6 +289,43 @@ def test_gradients_reach_captured_tensors() -> None:
     found, exact = (torch.autograd.grad(each.square().sum(), bias)[0] for each in (out, wanted))
     torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
     assert found.any()
+    assert "a gradient is needed" in str(flashgen.explain(q, k, v, score_mod=biased))
+    with torch.no_grad():
+        assert "a gradient is needed" not in str(flashgen.explain(q, k, v, score_mod=biased))
+
+
+def test_tensors_of_other_dtypes_and_ranks_are_other_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_traces(monkeypatch)
+
+    def reads(table):
+        return lambda score, b, h, q, k: score + table[k] if table.ndim == 1 else score + table[h, k]
+
+    for table, read in (
+        (torch.zeros(LENGTH), "table[k_idx] where table: fp32"),
+        (torch.zeros(LENGTH, dtype=torch.int32), "table[k_idx] where table: i32"),
+        (torch.zeros(HEADS, LENGTH), "table[head, k_idx] where table: fp32"),
+    ):
+        for _ in range(2):
+            assert score_mod(reads(table)).rule.text == f"score + {read}"
+    assert len(made) == 3
+
+
+def test_c36_computed_indices_stay_within_their_tensors() -> None:
+    """torch raises where an index is outside, for pairs that the mask drops too."""
+    q, k, v = draw(LENGTH)
+    table = torch.randn(5, generator=torch.Generator().manual_seed(0))
+
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < 5)
+
+    def outside(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx - kv_idx]
+
+    def inside(score, b, h, q_idx, kv_idx):
+        return score + table[torch.clamp(q_idx - kv_idx, 0, 4)]
+
+    given = [flashgen.attention(q, k, v, mask=near, score_mod=mod) for mod in (outside, inside)]
+    assert torch.equal(*given)
 
 
 # Meaning
