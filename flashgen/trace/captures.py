@@ -114,7 +114,7 @@ class Captures:
 
 
 def captures(function: Callable[..., Any]) -> Captures:
-    """Everything a callable captures: 3 us for a function with a number and a tensor in its closure.
+    """Everything a callable captures.
 
     Of an object that is called, its own `__call__`; give a module's `forward`, for torch's call does more.
 
