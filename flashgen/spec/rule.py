@@ -167,7 +167,11 @@ def _check_declarations(rule: Rule) -> None:
         raise InvalidArgument(f"a rule declares {len(names)} names; at most {MAX_DECLARED}: combine fewer")
     for name in names:
         reserved = (
-            name in ex.SYMBOLS or name in ex.TILE_SYMBOLS or name in ex.FUNCTIONS or keyword.iskeyword(name)
+            name in ex.SYMBOLS
+            or name in ex.TILE_SYMBOLS
+            or name in ex.FUNCTIONS
+            or name == ex.INFINITY
+            or keyword.iskeyword(name)
         )
         misshapen = not _NAME.fullmatch(name) or "__" in name or len(name) > MAX_NAME
         if reserved or misshapen or names.count(name) > 1:
