@@ -84,5 +84,7 @@ def test_a_grid_that_no_family_has_is_refused() -> None:
         replace(PACKED, grid=Grid("persistent", 32, 0))
     with pytest.raises(InvalidArgument, match=r"grid.pack=65 "):
         replace(PACKED, grid=Grid("persistent", 32, 65))
-    with pytest.raises(UnknownName, match="known: key_tiles, persistent, row_tiles"):
+    with pytest.raises(
+        UnknownName, match="known: key_tiles, packed_persistent, packed_row_tiles, persistent, row_tiles"
+    ):
         replace(PACKED, grid=Grid("tiles", 32, 4))
