@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashgen import integrations
     from flashgen.api import (
         attention,
+        attention_varlen,
         explain,
         explain_workload,
         export,
@@ -33,6 +34,7 @@ __version__ = settings.VERSION
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "explain",
     "explain_workload",
     "export",

@@ -26,6 +26,7 @@ from flashgen.runtime import op, torch_path
 from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
+from flashgen.runtime.packed import check_packed
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
 from flashgen.runtime.sdpa import translate
 from flashgen.settings import SETTINGS, VERSION
@@ -133,6 +134,77 @@ def attention(
     return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
 
 
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    mask: Mask | str | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | str | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact softmax attention of sequences that are packed one behind the other, each within itself alone.
+
+    The host asks the GPU for nothing: one kernel serves any lengths, and sequences may be empty on either
+    side.
+
+    Args:
+        q: (q tokens, heads, head_dim), any strides; float16, bfloat16 or float32; head dims as `attention`.
+        k: (k tokens, kv_heads, head_dim), where kv_heads divides heads.
+        v: (k tokens, kv_heads, head_dim_v).
+        cu_seqlens_q: where each sequence begins among the queries, and where the last one ends: 0 first, the
+            number of q tokens last, never less than the entry before. int32 of shape (sequences + 1,) on q's
+            device; int64 is converted at each call.
+        cu_seqlens_k: the same among the keys, of the same shape.
+        max_seqlen_q: the length of the longest sequence, or more; a kernel is chosen by it, and any serves.
+        max_seqlen_k: the same of keys.
+        mask: as for `attention`; positions count within their sequence, and `batch` is the sequence. What a
+            mask reads by position has room for the longest: `document` takes ids (sequences, max_seqlen_k).
+        score_mod: as for `attention`, likewise.
+        scale: as for `attention`.
+        return_lse: also return the logarithm of the sum of exponentials.
+
+    Returns:
+        The output (q tokens, heads, head_dim_v) in q's dtype and order of axes in memory; with `return_lse` a
+        pair with the natural LSE in float32, (heads, q tokens) as FlashAttention has it. A query that sees no
+        key has output 0 and LSE -inf.
+
+    Raises:
+        InvalidArgument: an argument is outside this; nothing was launched. Entries of cu_seqlens are looked
+            at where they are on the CPU, and on a GPU with the setting FLASHGEN_CHECK=1, which waits for it.
+        LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
+
+    CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
+    sequence after the other, and wait for the GPU once. Under autocast as `attention`.
+    """
+    if autocasting():
+        q, k, v = autocasted(q, k, v)
+    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, score_mod, scale)
+    for tensor in (q, k, v):
+        if not isinstance(tensor, Tensor):
+            check_packed(*arguments, return_lse)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or _watched():
+            raise InvalidArgument(
+                f"attention_varlen takes plain tensors, not {type(tensor).__name__} or what a mode of torch "
+                "(fake tensors, a trace) watches; call it outside"
+            )
+    if _differentiated(q, k, v):
+        return _result(torch_path.attention(check_packed(*arguments, return_lse)))
+    if q.is_cuda:
+        return _dispatcher().attention_varlen(*arguments, return_lse)
+    return _result(torch_path.reference(check_packed(*arguments, return_lse)))
+
+
+def _result(pair: tuple[Tensor, Tensor | None]) -> Any:
+    out, lse = pair
+    return out if lse is None else (out, lse)
+
+
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -197,8 +269,7 @@ def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None)
 
 
 def _differentiable(*arguments: Any) -> Any:
-    out, lse = torch_path.attention(check(*arguments))
-    return out if lse is None else (out, lse)
+    return _result(torch_path.attention(check(*arguments)))
 
 
 def _unusual(
@@ -241,7 +312,14 @@ def _dispatcher() -> Dispatcher:
     """The process's dispatcher, made at the first call on a GPU."""
     from flashgen.build.device import current_target
 
-    return Dispatcher(_policy(), current_target, _stream_of(), on_miss=SETTINGS.on_miss, tune=_tune_one)
+    return Dispatcher(
+        _policy(),
+        current_target,
+        _stream_of(),
+        on_miss=SETTINGS.on_miss,
+        tune=_tune_one,
+        check_values=SETTINGS.check_values == "1",
+    )
 
 
 def _policy(db: str | None = None) -> Policy:
