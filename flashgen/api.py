@@ -23,7 +23,7 @@ from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, check, transformed
+from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Call, Given, check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.packed import check_packed
@@ -470,10 +470,15 @@ def explain(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Explanation:
     """What a call would run, and why every other step was passed over; print it.
 
-    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa).
+    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa), or
+    those of `attention_varlen` (cu_seqlens_q and what goes with it).
     A kernel that would have to be compiled is compiled; nothing is launched.
 
     Raises:
@@ -493,7 +498,17 @@ def explain(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
-    call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call: Call
+    if all(each is None for each in packed):
+        call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    elif layout != "bhsd" or given != Given():
+        raise InvalidArgument(
+            "explain got arguments of attention_varlen (cu_seqlens_q, ...), which takes no layout and no "
+            "8-bit tensors; a call has only one kind"
+        )
+    else:
+        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     if _differentiated(q, k, v, given):

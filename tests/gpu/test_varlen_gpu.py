@@ -80,8 +80,6 @@ def test_masks(mask: Mask, family: str, config: str) -> None:
     skip_unless_served(family)
     inputs, spec = packed(mask=mask)
     skip_unless_it_fits(family, config, spec)
-    if "document" in mask.describe() and "n128" in config:
-        pytest.skip("what a mask reads of 128 keys leaves a consumer too few registers")
     check(inputs, spec, family, config)
 
 

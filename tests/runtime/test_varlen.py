@@ -346,3 +346,23 @@ def test_it_is_a_name_of_the_package() -> None:
     import flashgen
 
     assert flashgen.attention_varlen is api.attention_varlen
+
+
+def test_explain_tells_of_packed_sequences() -> None:
+    q, k, v, cu_q, cu_k, max_q, max_k = call()
+    named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    told = str(api.explain(q, k, v, mask="causal", **named))
+    assert "packed sequences 5" in told and "q_len 17 at most, 25 together" in told and "reference" in told
+    needing = str(api.explain(q.clone().requires_grad_(), k, v, **named))
+    assert "runs torch, one sequence after the other" in needing
+    with pytest.raises(InvalidArgument, match="a call has only one kind"):
+        api.explain(q, k, v, layout="bshd", **named)
+    with pytest.raises(InvalidArgument, match="cu_seqlens_k must be an int32 tensor"):
+        api.explain(q, k, v, cu_seqlens_q=cu_q)
+
+
+def test_the_dispatcher_explains_without_a_launch() -> None:
+    made = parts.make()
+    checked = check_packed(*call(dtype=torch.bfloat16), masks.causal(), None, None, False)
+    told = made.dispatcher.explain(checked, 0)
+    assert told.family == "attention_fwd_sm90" and not made.loads.launched
