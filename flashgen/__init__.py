@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashgen import integrations, trace
     from flashgen.api import (
         attention,
+        attention_varlen,
         explain,
         explain_workload,
         export,
@@ -34,6 +35,7 @@ __version__ = settings.VERSION
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "explain",
     "explain_workload",
     "export",

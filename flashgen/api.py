@@ -24,9 +24,18 @@ from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, as_score_mod, check, transformed
+from flashgen.runtime.checks import (
+    IS_TRANSFORMED,
+    NEEDS_GRADIENT,
+    Call,
+    Given,
+    as_score_mod,
+    check,
+    transformed,
+)
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
+from flashgen.runtime.packed import check_packed
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
 from flashgen.runtime.sdpa import translate
 from flashgen.settings import SETTINGS, VERSION
@@ -131,8 +140,8 @@ def attention(
         given = Given(q_descale, k_descale, v_descale, out_dtype)
     if autocasting():
         q, k, v = autocasted(q, k, v)
-    if callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple):
-        mask, score_mod = _traced(q, k, mask, score_mod, layout)
+    if _has_callables(mask, score_mod):
+        mask, score_mod = _traced(mask, score_mod, _sizes(q, k, layout))
     if torch.compiler.is_compiling():
         if _differentiated(q, k, v, given, mask, score_mod):
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
@@ -142,6 +151,80 @@ def attention(
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         return _serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    mask: MaskLike = None,
+    score_mod: ScoreModLike = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact softmax attention of sequences that are packed one behind the other, each within itself alone.
+
+    The host asks the GPU for nothing: one kernel serves any lengths, and sequences may be empty on either
+    side.
+
+    Args:
+        q: (q tokens, heads, head_dim), any strides; float16, bfloat16 or float32; head dims as `attention`.
+        k: (k tokens, kv_heads, head_dim), where kv_heads divides heads.
+        v: (k tokens, kv_heads, head_dim_v).
+        cu_seqlens_q: where each sequence begins among the queries, and where the last one ends: 0 first, the
+            number of q tokens last, never less than the entry before. int32 of shape (sequences + 1,) on q's
+            device; int64 is converted at each call.
+        cu_seqlens_k: the same among the keys, of the same shape.
+        max_seqlen_q: the length of the longest sequence, or more; a kernel is chosen by it, and any serves.
+        max_seqlen_k: the same of keys.
+        mask: as for `attention`; positions count within their sequence, and `batch` is the sequence. What a
+            mask reads by position has room for the longest: `document` takes ids (sequences, max_seqlen_k).
+        score_mod: as for `attention`, likewise.
+        scale: as for `attention`.
+        return_lse: also return the logarithm of the sum of exponentials.
+
+    Returns:
+        The output (q tokens, heads, head_dim_v) in q's dtype and order of axes in memory; with `return_lse` a
+        pair with the natural LSE in float32, (heads, q tokens) as FlashAttention has it. A query that sees no
+        key has output 0 and LSE -inf.
+
+    Raises:
+        InvalidArgument: an argument is outside this; nothing was launched. Entries of cu_seqlens are looked
+            at where they are on the CPU, and on a GPU with the setting FLASHGEN_CHECK=1, which waits for it.
+        LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
+
+    CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
+    sequence after the other, and wait for the GPU once. Under autocast as `attention`.
+    """
+    if autocasting():
+        q, k, v = autocasted(q, k, v)
+    if _has_callables(mask, score_mod):
+        sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        mask, score_mod = _traced(mask, score_mod, sizes)
+    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, score_mod, scale)
+    for tensor in (q, k, v):
+        if not isinstance(tensor, Tensor):
+            check_packed(*arguments, return_lse)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or _watched():
+            raise InvalidArgument(
+                f"attention_varlen takes plain tensors, not {type(tensor).__name__} or what a mode of torch "
+                "(fake tensors, a trace) watches; call it outside"
+            )
+    if _differentiated(q, k, v, None, mask, score_mod):
+        return _result(torch_path.attention(check_packed(*arguments, return_lse)))
+    if q.is_cuda:
+        return _dispatcher().attention_varlen(*arguments, return_lse)
+    return _result(torch_path.reference(check_packed(*arguments, return_lse)))
+
+
+def _result(pair: tuple[Tensor, Tensor | None]) -> Any:
+    out, lse = pair
+    return out if lse is None else (out, lse)
 
 
 def sdpa(
@@ -216,15 +299,35 @@ def flex_attention(
     return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
 
 
-def _traced(q: Any, k: Any, mask: Any, score_mod: Any, layout: Any) -> tuple[Any, Any]:
+def _has_callables(mask: Any, score_mod: Any) -> bool:
+    """Whether rules may have to be traced: a list may hold callables."""
+    return callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple)
+
+
+def _sizes(q: Any, k: Any, layout: Any) -> dict[str, int] | None:
+    """How far each position of a call goes; None for tensors that are refused later."""
+    if not (
+        isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4 and layout in LAYOUTS
+    ):
+        return None
+    rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    return {"batch": q.shape[0], "head": q.shape[heads], "q_idx": q.shape[rows], "k_idx": k.shape[rows]}
+
+
+def _packed_sizes(q: Any, cu_seqlens_q: Any, max_q: Any, max_k: Any) -> dict[str, int] | None:
+    """The same of packed sequences."""
+    if not (isinstance(q, Tensor) and isinstance(cu_seqlens_q, Tensor) and q.dim() == 3):
+        return None
+    if cu_seqlens_q.dim() != 1 or not type(max_q) is int is type(max_k):
+        return None
+    return {"batch": cu_seqlens_q.shape[0] - 1, "head": q.shape[1], "q_idx": max_q, "k_idx": max_k}
+
+
+def _traced(mask: Any, score_mod: Any, sizes: dict[str, int] | None) -> tuple[Any, Any]:
     """A call's rules with what its callables mean in their place."""
     from flashgen.trace import compiled, rules
 
     traced = compiled.traced if torch.compiler.is_compiling() else rules.traced
-    sizes = None
-    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4 and layout in LAYOUTS:
-        rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
-        sizes = {"batch": q.shape[0], "head": q.shape[heads], "q_idx": q.shape[rows], "k_idx": k.shape[rows]}
     if callable(mask):
         mask = traced("mask", mask, sizes)
     if callable(score_mod):
@@ -281,8 +384,7 @@ def _learned(rule: Any) -> bool:
 
 
 def _differentiable(*arguments: Any) -> Any:
-    out, lse = torch_path.attention(check(*arguments))
-    return out if lse is None else (out, lse)
+    return _result(torch_path.attention(check(*arguments)))
 
 
 def _unusual(
@@ -325,7 +427,14 @@ def _dispatcher() -> Dispatcher:
     """The process's dispatcher, made at the first call on a GPU."""
     from flashgen.build.device import current_target
 
-    return Dispatcher(_policy(), current_target, _stream_of(), on_miss=SETTINGS.on_miss, tune=_tune_one)
+    return Dispatcher(
+        _policy(),
+        current_target,
+        _stream_of(),
+        on_miss=SETTINGS.on_miss,
+        tune=_tune_one,
+        check_values=SETTINGS.check_values == "1",
+    )
 
 
 def _policy(db: str | None = None) -> Policy:
@@ -476,10 +585,15 @@ def explain(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Explanation:
     """What a call would run, and why every other step was passed over; print it.
 
-    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa).
+    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa), or
+    those of `attention_varlen` (cu_seqlens_q and what goes with it).
     A kernel that would have to be compiled is compiled; nothing is launched.
 
     Raises:
@@ -499,9 +613,21 @@ def explain(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
-    if callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple):
-        mask, score_mod = _traced(q, k, mask, score_mod, layout)
-    call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if _has_callables(mask, score_mod):
+        dense = all(each is None for each in packed)
+        sizes = _sizes(q, k, layout) if dense else _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        mask, score_mod = _traced(mask, score_mod, sizes)
+    call: Call
+    if all(each is None for each in packed):
+        call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    elif layout != "bhsd" or given != Given():
+        raise InvalidArgument(
+            "explain got arguments of attention_varlen (cu_seqlens_q, ...), which takes no layout and no "
+            "8-bit tensors; a call has only one kind"
+        )
+    else:
+        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     if _differentiated(q, k, v, given, call.mask, call.score_mod):

@@ -41,6 +41,13 @@ class Settings:
             "help": "a call without a tuned record: " + " | ".join(MISS_POLICIES),
         },
     )
+    check_values: str = field(
+        default="0",
+        metadata={
+            "env": "FLASHGEN_CHECK",
+            "help": "1: look at cu_seqlens on the GPU at every call, which waits for it",
+        },
+    )
     target: str = field(
         default="",
         metadata={
@@ -57,10 +64,13 @@ class Settings:
 
     def problems(self) -> dict[str, str]:
         """What is wrong, by environment variable; names of targets are judged where one is looked up."""
-        if self.on_miss in MISS_POLICIES:
-            return {}
-        allowed = ", ".join(MISS_POLICIES)
-        return {"FLASHGEN_ON_MISS": f"{self.on_miss!r} is not a miss policy; allowed: {allowed}"}
+        found = {}
+        if self.on_miss not in MISS_POLICIES:
+            allowed = ", ".join(MISS_POLICIES)
+            found["FLASHGEN_ON_MISS"] = f"{self.on_miss!r} is not a miss policy; allowed: {allowed}"
+        if self.check_values not in ("0", "1"):
+            found["FLASHGEN_CHECK"] = f"{self.check_values!r} must be 0 or 1"
+        return found
 
     def check(self) -> None:
         """Asked by `flashgen.api` when it is imported, and by the command line before any command.

@@ -97,6 +97,53 @@ def flatten(
     )
 
 
+def flatten_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float,
+    values: Sequence[float] = (),
+    tensors: Sequence[torch.Tensor] = (),
+    pointers: bool = True,
+) -> tuple[Any, ...]:
+    """The same for packed sequences: a call of one sequence, of all tokens, and where each of them begins.
+
+    Args:
+        q, out: (q tokens, heads, head_dim) and (..., head_dim_v).
+        k, v: (k tokens, kv_heads, head_dim) and (..., head_dim_v).
+        lse: (heads, q tokens), float32, contiguous; None becomes a null pointer.
+        cu_q, cu_k: (sequences + 1), int32, contiguous.
+        values, tensors, pointers: as for `flatten`.
+    """
+    q_rows, q_heads, q_dims = q.stride()
+    k_rows, k_heads, k_dims = k.stride()
+    v_rows, v_heads, v_dims = v.stride()
+    out_rows, out_heads, out_dims = out.stride()
+    q_tokens, heads, head_dim = q.shape
+    k_tokens, kv_heads, head_dim_v = v.shape
+    address: Callable[[torch.Tensor], Any] = _address if pointers else _itself
+    operands: list[Any] = []
+    for tensor in tensors:
+        operands += (address(tensor), *tensor.stride())
+    # The stride of the batch, of which there is one, is never used: a row's promises what any other would.
+    # fmt: off
+    return (
+        address(q), address(k), address(v), address(out), 0 if lse is None else address(lse),
+        q_rows, q_heads, q_rows, q_dims,
+        k_rows, k_heads, k_rows, k_dims,
+        v_rows, v_heads, v_rows, v_dims,
+        out_rows, out_heads, out_rows, out_dims,
+        1, heads, kv_heads, heads // kv_heads, q_tokens, k_tokens, head_dim, head_dim_v, scale,
+        *values, *operands,
+        address(cu_q), address(cu_k), cu_q.shape[0] - 1,
+    )
+    # fmt: on
+
+
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 

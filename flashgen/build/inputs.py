@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashgen.build.arguments import call_facts, flatten
+from flashgen.build.arguments import call_facts, flatten, flatten_packed
 from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
@@ -32,8 +32,9 @@ _OPERAND_TORCH = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A call's arguments: q (batch, heads, q_len, head_dim), k and v likewise with kv_heads and k_len,
-    in the order of axes of `layout`; the scale is 1 / sqrt(head_dim).
+    """A call's arguments: q (batch, heads, q_len, head_dim), k and v likewise with kv_heads and k_len, in the
+    order of axes of `layout`; the scale is 1 / sqrt(head_dim). Packed sequences are the rows of one, in the
+    layout `bshd`.
     """
 
     q: torch.Tensor
@@ -47,6 +48,8 @@ class Inputs:
     """How the operands came about, as in `Record.density`."""
     quantized: Quantized | None = None
     """What 8-bit q, k and v stand for."""
+    packed: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Where packed sequences begin among the queries and among the keys: int32 (sequences + 1)."""
 
     def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
@@ -71,6 +74,10 @@ class Inputs:
     ) -> tuple[Any, ...]:
         """The call environment of a launch into `out` and `lse`, see `arguments.flatten`."""
         values, tensors = values_and_tensors(self.mask, self.score_mod)
+        if self.packed is not None:
+            q, k, v, rows = (each[0] for each in (self.q, self.k, self.v, out))
+            cu_q, cu_k = self.packed
+            return flatten_packed(q, k, v, rows, lse, cu_q, cu_k, self.scale, values, tensors, pointers)
         scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
         if self.quantized is None:
@@ -84,7 +91,8 @@ def make_inputs(
 ) -> Inputs:
     """Random inputs of a workload: the same for the same seed and kind of device.
 
-    8-bit ones are normal numbers that fill the range of each sequence's head.
+    8-bit ones are normal numbers that fill the range of each sequence's head. Packed sequences, always in the
+    layout `bshd`, have lengths as `packed_lengths` draws them.
 
     Raises:
         InvalidArgument: the layout is unknown, a parameter of the rules has no value in `workload.params`,
@@ -95,18 +103,22 @@ def make_inputs(
     spec = workload.spec
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
+    batch, q_len, k_len, packed = workload.batch, workload.q_len, workload.k_len, None
+    if spec.packed:
+        layout, batch, q_len, k_len = "bshd", 1, workload.total_q, workload.total_k
+        packed = tuple(starts(lengths).to(device) for lengths in packed_lengths(workload, seed))
 
     def normal(heads: int, length: int, dim: int) -> torch.Tensor:
-        shape = (workload.batch, heads, length, dim)
+        shape = (batch, heads, length, dim)
         ordered = [shape[axis] for axis in LAYOUTS[layout]]
         dtype = torch.float32 if spec.quantized else TORCH[spec.dtype]
         return torch.randn(ordered, generator=generator, dtype=dtype, device=device)
 
     mask, score_mod = make_rules(workload, device, seed)
     q, k, v = (
-        normal(workload.heads, workload.q_len, spec.head_dim),
-        normal(workload.kv_heads, workload.k_len, spec.head_dim),
-        normal(workload.kv_heads, workload.k_len, spec.head_dim_v),
+        normal(workload.heads, q_len, spec.head_dim),
+        normal(workload.kv_heads, k_len, spec.head_dim),
+        normal(workload.kv_heads, k_len, spec.head_dim_v),
     )
     quantized = None
     if spec.quantized:
@@ -124,7 +136,44 @@ def make_inputs(
         layout=layout,
         density=density(workload),
         quantized=quantized,
+        packed=packed,  # type: ignore[arg-type]  # a pair
     )
+
+
+def packed_lengths(workload: Workload, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many queries and keys each packed sequence has, int64 (sequences): the same for the same seed.
+
+    One is as long as the longest, the others lie evenly around the mean that the totals leave for them, in
+    any order; the sequence with more queries has more keys. Where the sizes agree, so do the lengths.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q_lengths = _drawn(workload.batch, workload.q_len, workload.total_q, generator)
+    k_lengths = q_lengths
+    if (workload.q_len, workload.total_q) != (workload.k_len, workload.total_k):
+        k_lengths = _drawn(workload.batch, workload.k_len, workload.total_k, generator)
+    order = torch.randperm(workload.batch, generator=generator)
+    return q_lengths.sort().values[order], k_lengths.sort().values[order]
+
+
+def _drawn(count: int, longest: int, total: int, generator: torch.Generator) -> torch.Tensor:
+    first = min(longest, total)
+    rest, others = total - first, count - 1
+    mean = rest / max(others, 1)
+    width = min(mean, longest - mean)
+    lengths = mean + width * (2 * torch.rand(others, generator=generator, dtype=torch.float64) - 1)
+    lengths = lengths.round().long().clamp(0, longest)
+    while missing := rest - int(lengths.sum()):  # or too many: evenly from all that have room
+        room = longest - lengths if missing > 0 else lengths
+        share = max(1, abs(missing) // int((room > 0).sum()))
+        given = room.clamp(max=share)
+        given = torch.where(given.cumsum(0) <= abs(missing), given, 0)
+        lengths += given if missing > 0 else -given
+    return torch.cat([torch.tensor([first]), lengths])
+
+
+def starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each sequence of some lengths begins when they are packed, and where the last one ends: int32."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def make_rules(
@@ -152,6 +201,8 @@ def density(workload: Workload) -> str:
     """How `make_inputs` invents the operands of a workload's rules; `full` when they have none."""
     rules = [rule for rule in (workload.spec.mask, workload.spec.score_mod) if rule is not None]
     kinds = {_invention(rule, operand).told for rule in rules for operand in rule.operands}
+    if workload.spec.packed:
+        kinds.add("packed lengths uniform around their mean, one the longest")
     return ", ".join(sorted(kinds)) or "full"
 
 
@@ -159,14 +210,21 @@ def contiguous_facts(workload: Workload) -> CallFacts:
     """The facts of a call with freshly allocated tensors of these sizes; nothing is allocated for it."""
     spec = workload.spec
 
+    batch, q_len, k_len, layout = workload.batch, workload.q_len, workload.k_len, "bhsd"
+    if spec.packed:
+        batch, q_len, k_len, layout = 1, workload.total_q, workload.total_k, "bshd"
+
     def empty(heads: int, length: int, dim: int, dtype: str = spec.dtype) -> torch.Tensor:
-        return torch.empty(workload.batch, heads, length, dim, dtype=TORCH[dtype], device="meta")
+        shape = (batch, heads, length, dim)
+        ordered = [shape[axis] for axis in LAYOUTS[layout]]
+        return torch.empty(ordered, dtype=TORCH[dtype], device="meta")
 
     return call_facts(
-        empty(workload.heads, workload.q_len, spec.head_dim),
-        empty(workload.kv_heads, workload.k_len, spec.head_dim),
-        empty(workload.kv_heads, workload.k_len, spec.head_dim_v),
-        empty(workload.heads, workload.q_len, spec.head_dim_v, spec.result_dtype),
+        empty(workload.heads, q_len, spec.head_dim),
+        empty(workload.kv_heads, k_len, spec.head_dim),
+        empty(workload.kv_heads, k_len, spec.head_dim_v),
+        empty(workload.heads, q_len, spec.head_dim_v, spec.result_dtype),
+        layout,
     )
 
 

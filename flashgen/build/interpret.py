@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flashgen.build.compile import load_module
 from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, Arg, Scratch, environment_names
 from flashgen.codegen.source import KernelSource, write
@@ -51,16 +53,14 @@ def interpret(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> N
         module = load_module(write(source, Path(folder)))
         for part in (*before, None, *after):
             abi = source.abi(facts, part)
-            heads, rows = (values[name] for name in GRID_RULES[abi.grid.rule])
-            blocks = abi.grid.blocks(values["batch"], heads, rows, multiprocessors=1)
+            sequences, heads, rows = (values[name] for name in GRID_RULES[abi.grid.rule])
+            blocks = abi.grid.blocks(sequences, heads, rows, multiprocessors=1)
             kernel = getattr(module, part.name if part else source.name)
             kernel[(blocks,)](*(_value(arg, values) for arg in abi.args))
 
 
 def _allocated(buffer: Scratch, values: dict[str, Any]) -> dict[str, Any]:
     """A buffer's entries of the environment. What nobody wrote is all ones, which is NaN, or -1."""
-    import torch
-
     shape = [extent.of(values[extent.size] if extent.size else 1) for extent in buffer.extents]
     size = math.prod(shape) * ELEMENT_BYTES[buffer.dtype]
     memory = torch.full((size,), 255, dtype=torch.uint8).view(getattr(torch, _TORCH_NAMES[buffer.dtype]))
@@ -81,6 +81,24 @@ def _value(arg: Arg, values: dict[str, Any]) -> Any:
     heads = values["heads" if arg.source == "q" else "kv_heads"]
     rows = values["q_len" if arg.source == "q" else "k_len"]
     dims = values["head_dim_v" if arg.source == "v" else "head_dim"]
+    if "sequences" in values:
+        return _two_row_axes(value.as_strided((rows, heads, dims), [strides[i] for i in (2, 1, 3)]), arg)
     base = value.as_strided((values["batch"], heads, rows, dims), strides)
     chunk = base[..., arg.offset :]
     return TensorDescriptor(chunk, list(chunk.shape), list(chunk.stride()), list(arg.box))
+
+
+def _two_row_axes(packed: torch.Tensor, arg: Arg) -> Any:
+    """A descriptor over packed sequences, (rows, heads, dims): element (outer, head, inner) is of row
+    outer + inner - box. A launch begins its map before the tensor; here a box of rows is put there.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    box = arg.box[2]
+    chunk = packed[..., arg.offset :]
+    rows, heads, dims = chunk.shape
+    before = chunk.new_full((box, heads, dims), math.nan)
+    whole = torch.cat([before, chunk, before])  # and behind: where the outer index is the last one
+    row, head, dim = whole.stride()
+    view = whole.as_strided((rows + box, heads, box, dims), (row, head, row, dim))
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), list(arg.box))

@@ -147,8 +147,11 @@ class _Descriptor:
         self.geometry = [entry[name] for name in _extents(arg.source)]
         """Where it has the extents and strides."""
         self.geometry += [entry[f"{arg.source}.stride.{axis}"] for axis in AXES]
+        self.packed_box = arg.box[2] if "sequences" in entry else 0
+        """Rows of a box, where sequences are packed."""
         self.offset_bytes = arg.offset * facts.elem_size
-        """Of the head-dim chunk within the tensor."""
+        """Of the map's first element from the tensor's: a head-dim chunk lies behind, the rows of a box of
+        packed sequences before it, by a stride that is known once the map is encoded."""
         self.map = ctypes.c_void_p(memory.address + map_at)
         self._pick = _picker(self.geometry)
         self._work = work = _Memory(128)
@@ -182,6 +185,11 @@ class _Descriptor:
         stride_b = stride_b * size if batch > 1 else 16
         stride_h = stride_h * size if heads > 1 else 16
         stride_r = stride_r * size if rows > 1 else 16
+        if box := self.packed_box:
+            # Rows along two axes, see `box_at` in partials/packed.jinja: element (outer, head, inner) is of
+            # row outer + inner - box.
+            batch, stride_b, rows = rows + box, stride_r, box
+            self.offset_bytes = self.arg.offset * size - box * stride_r
         _TILED(self._work.view, 0, dims, rows, heads, batch, stride_r, stride_h, stride_b)
         self._address.value = env[self.pointer] + self.offset_bytes
         return function(*self._encode_args)
@@ -213,9 +221,10 @@ class _TensorMaps:
         self._encode = driver.raw("cuTensorMapEncodeTiled")
         self._geometry_of = _picker(sorted({index for d in descriptors for index in d.geometry}))
         self._pointers_of = _picker([d.pointer for d in descriptors])
-        self._movable = [(d.map, d.offset_bytes) for d in descriptors]
+        self._maps = [d.map for d in descriptors]
+        self._offsets: tuple[int, ...] = ()
         self._address = ctypes.c_void_p()
-        self._kept: OrderedDict[Any, tuple[bytes, Any]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[bytes, Any, tuple[int, ...]]] = OrderedDict()
         self._geometry: Any = None
         self._pointers: Any = None
 
@@ -229,10 +238,10 @@ class _TensorMaps:
             self._move(pointers, env)
 
     def _move(self, pointers: tuple[int, ...], env: tuple[Any, ...]) -> None:
-        former, address = self._pointers, self._address
-        for i, (tensor_map, offset) in enumerate(self._movable):
+        former, address, offsets = self._pointers, self._address, self._offsets
+        for i, tensor_map in enumerate(self._maps):
             if pointers[i] != former[i]:
-                address.value = pointers[i] + offset
+                address.value = pointers[i] + offsets[i]
                 code = self._replace(tensor_map, address)
                 if code:
                     raise self._failed(code, "cuTensorMapReplaceAddress", i, env)
@@ -246,12 +255,14 @@ class _TensorMaps:
                 if code:
                     raise self._failed(code, "cuTensorMapEncodeTiled", i, env)
             self._pointers = self._pointers_of(env)
-            self._kept[geometry] = bytes(self._memory.view[: self._kept_bytes]), self._pointers
+            self._offsets = tuple(descriptor.offset_bytes for descriptor in self._descriptors)
+            kept_bytes = bytes(self._memory.view[: self._kept_bytes])
+            self._kept[geometry] = kept_bytes, self._pointers, self._offsets
             if len(self._kept) > _KEPT_GEOMETRIES:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(geometry)
-            self._memory.view[: self._kept_bytes], self._pointers = kept
+            self._memory.view[: self._kept_bytes], self._pointers, self._offsets = kept
         self._geometry = geometry
 
     def _failed(self, code: int, function: str, index: int, env: tuple[Any, ...]) -> LaunchFailed:
@@ -449,7 +460,7 @@ class Kernel:
         self._workspace = _workspaces(self.device_index).address if takes_workspace else None
         self._blocks = artifact.abi.grid.blocks
         self._multiprocessors = self._driver.device_attribute(self.device_index, SM_COUNT)
-        sizes = ("batch", *GRID_RULES[artifact.abi.grid.rule])
+        sizes = GRID_RULES[artifact.abi.grid.rule]
         self._batch, self._heads, self._rows = (entry[name] for name in sizes)
         self._kernel_launch = self._driver.raw("cuLaunchKernelEx")
         self._get_current = self._driver.raw("cuCtxGetCurrent")

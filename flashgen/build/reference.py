@@ -95,15 +95,20 @@ def symbols(
     q_len: int,
     k_len: int,
     device: torch.device,
+    sequence: int = 0,
 ) -> dict[str, Tensor | int]:
-    """The symbols of rules but `score`, to broadcast over (batch, heads, rows, keys)."""
+    """The symbols of rules but `score`, to broadcast over (batch, heads, rows, keys).
+
+    Args:
+        sequence: what the first one of the batch counts as.
+    """
     head = torch.arange(heads, device=device).view(-1, 1, 1)
     return {
         "q_idx": torch.arange(rows.start, rows.stop, device=device).view(-1, 1),
         "k_idx": torch.arange(keys.start, keys.stop, device=device),
         "q_len": q_len,
         "k_len": k_len,
-        "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "batch": torch.arange(sequence, sequence + batch, device=device).view(-1, 1, 1, 1),
         "head": head,
         "kv_head": head // (heads // kv_heads),
     }
@@ -134,6 +139,7 @@ def attention_reference(
     round_p_to: torch.dtype | None = None,
     round_out_to: torch.dtype | None = None,
     lift: float = 1.0,
+    sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Exact softmax attention, computed plainly, over as many query rows at a time as memory allows.
 
@@ -151,6 +157,7 @@ def attention_reference(
             row maximum) before they meet v, and the output. The normaliser sums the unrounded weights.
         round_out_to: what the output is rounded to, where that is another dtype.
         lift: weights are rounded at so many times their size; see `E4M3_LIFT`.
+        sequence: what rules take the first one of the batch for.
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
@@ -159,7 +166,7 @@ def attention_reference(
     Raises:
         InvalidArgument: shapes do not go together, or an operand of a rule is missing.
     """
-    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
+    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype, sequence)
     keys = slice(0, problem.k_len)
     outputs, lses = [], []
     with without_autocast(q.device.type):
@@ -178,6 +185,35 @@ def attention_reference(
     return output if rounded is None else output.to(rounded).to(dtype), torch.cat(lses, 2)
 
 
+def packed_reference(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Sequence[int], cu_k: Sequence[int], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`attention_reference` of each of several packed sequences.
+
+    Args:
+        q: (q tokens, heads, head_dim), one sequence behind the other.
+        k, v: (k tokens, kv_heads, head_dim) and (..., head_dim_v).
+        cu_q, cu_k: where each sequence begins among the queries, or the keys, and where the last one ends.
+        options: further arguments of `attention_reference`.
+
+    Returns:
+        The output (q tokens, heads, head_dim_v), and the natural LSE (heads, q tokens).
+    """
+    outputs, lses = [], []
+    for sequence, (of_q, of_k) in enumerate(packed_slices(cu_q, cu_k)):
+        parts = (each.transpose(0, 1)[None] for each in (q[of_q], k[of_k], v[of_k]))
+        out, lse = attention_reference(*parts, sequence=sequence, **options)
+        outputs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outputs), torch.cat(lses, 1)
+
+
+def packed_slices(cu_q: Sequence[int], cu_k: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The rows of q and those of k and v, of each sequence."""
+    of_q, of_k = ([slice(*ends) for ends in itertools.pairwise(each)] for each in (cu_q, cu_k))
+    return list(zip(of_q, of_k, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class _Problem:
     """The inputs of one attention, in the precision of the computation, with heads grouped by key head."""
@@ -189,6 +225,7 @@ class _Problem:
     mask: Mask | None
     score_mod: ScoreMod | None
     scale: float
+    sequence: int
 
     @classmethod
     def of(
@@ -200,6 +237,7 @@ class _Problem:
         score_mod: ScoreMod | None,
         scale: float | None,
         dtype: torch.dtype,
+        sequence: int = 0,
     ) -> _Problem:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not q.dim() == k.dim() == v.dim() == 4:
@@ -216,7 +254,7 @@ class _Problem:
             scale = 1 / math.sqrt(q.shape[3])
         batch, heads, q_len, head_dim = q.shape
         grouped = q.to(dtype).reshape(batch, k.shape[1], heads // k.shape[1], q_len, head_dim)
-        return cls(grouped, k.to(dtype), v.to(dtype), mask, score_mod, scale)
+        return cls(grouped, k.to(dtype), v.to(dtype), mask, score_mod, scale, sequence)
 
     @property
     def q_len(self) -> int:
@@ -242,6 +280,7 @@ class _Problem:
             q_len=self.q_len,
             k_len=self.k_len,
             device=self.q.device,
+            sequence=self.sequence,
         )
         return ruled(scores, self.mask, self.score_mod, env)
 

@@ -347,7 +347,7 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
     if spec.return_lse != any(arg.source == "lse" for each in abis for arg in each.args):
         raise InvalidArgument(f"its arguments do not have what return_lse={spec.return_lse} says")
     if family is not None:
-        _agrees_with(config, family.tiling(config), abi, artifact["num_warps"])
+        _agrees_with(config, family.tiling(config), spec, abi, artifact["num_warps"])
         _parts_agree(config, family.parts(config, spec), artifact)
         if scratch != family.scratch(config, spec):
             raise InvalidArgument(f"artifact.scratch contradicts the config {config.name}")
@@ -365,9 +365,10 @@ def _read_kernel(entry: dict[str, Any]) -> KernelEntry:
 _GRID = ("rule", "block_m", "pack", "programs", "splits")
 
 
-def _agrees_with(config: Config, tiling: Tiling, abi: Abi, warps: int) -> None:
+def _agrees_with(config: Config, tiling: Tiling, spec: AttentionSpec, abi: Abi, warps: int) -> None:
     """A kernel runs as its config says."""
-    told = {f"abi.grid.{each}": (getattr(abi.grid, each), getattr(tiling.grid, each)) for each in _GRID}
+    grid = tiling.grid_of(spec)
+    told = {f"abi.grid.{each}": (getattr(abi.grid, each), getattr(grid, each)) for each in _GRID}
     told |= {
         "abi.num_warps": (abi.num_warps, tiling.num_warps),
         "abi.num_stages": (abi.num_stages, tiling.num_stages),

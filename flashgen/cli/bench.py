@@ -115,6 +115,8 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
+    if any(workload.spec.packed for workload in workloads):
+        raise InvalidArgument("bench has no peers for packed sequences yet: leave out --varlen")
     if out and (why := unwritable(Path(out).absolute().parent)):  # before minutes of measuring
         raise InvalidArgument(f"--out {out}: {why}; give another file")
     try:

@@ -19,6 +19,7 @@ from flashgen.spec.target import TARGETS, Target, find_target
 from flashgen.tune.suites import (
     SUITES,
     TOKENS,
+    packed,
     suite_workloads,
     workloads_from_args,
     workloads_from_hf_config,
@@ -58,6 +59,7 @@ class Selection:
     seq: tuple[int, ...] = ()
     q_len: int | None = None
     k_len: int | None = None
+    varlen: int | None = None
     mask: tuple[str, ...] = ()
     score: str | None = None
     dtype: str | None = None
@@ -120,7 +122,7 @@ class Selection:
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
         lengths = self.seq or (only_keys if self.q_len is None else self.q_len,)
         return tuple(
-            workload
+            workload if self.varlen is None else packed(workload, self.varlen)
             for length in lengths
             for workload in workloads_from_args(
                 head_dim=128 if self.head_dim is None else self.head_dim,
@@ -131,10 +133,16 @@ class Selection:
                 mask=self.mask or "full",
                 score_mod=self.score,
                 dtype=self.dtype or "bf16",
-                batch=max(1, TOKENS // max(length, self.k_len or 1, 1)) if self.batch is None else self.batch,
+                batch=self._batch(max(length, self.k_len or 1, 1), length),
                 head_dim_v=self.head_dim_v,
             )
         )
+
+    def _batch(self, longest: int, q_len: int) -> int:
+        """Sequences; of packed ones so many that they are half as long as the longest on average."""
+        if self.batch is not None:
+            return self.batch
+        return max(1, TOKENS // longest) if self.varlen is None else -(-2 * self.varlen // q_len)
 
 
 def _option(field: str) -> str:
@@ -160,6 +168,12 @@ _WORKLOAD_OPTIONS = (
     click.option("--batch", type=int, help="Sequences.  [default: as many as 16384 tokens hold]"),
     click.option("--seq", type=int, multiple=True, help="Queries, and keys; repeatable.  [default: 4096]"),
     click.option("--q-len", type=int, help="Queries, where they differ from the keys."),
+    click.option(
+        "--varlen",
+        type=int,
+        metavar="TOKENS",
+        help="Packed sequences of so many queries together, the longest of --seq; keys in proportion.",
+    ),
     click.option("--k-len", type=int, help="Keys, where they differ from the queries."),
     click.option(
         "--mask",

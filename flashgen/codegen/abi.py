@@ -22,12 +22,19 @@ SIZES = ("batch", "heads", "kv_heads", "heads_per_kv", "q_len", "k_len", "head_d
 
 
 GRID_RULES = {
-    "row_tiles": ("heads", "q_len"),
-    "row_tiles_of_a_sequence": ("heads", "q_len"),
-    "persistent": ("heads", "q_len"),
-    "key_tiles": ("kv_heads", "k_len"),
+    "row_tiles": ("batch", "heads", "q_len"),
+    "row_tiles_of_a_sequence": ("batch", "heads", "q_len"),
+    "persistent": ("batch", "heads", "q_len"),
+    "key_tiles": ("batch", "kv_heads", "k_len"),
+    "packed_row_tiles": ("sequences", "heads", "q_len"),
+    "packed_persistent": ("sequences", "heads", "q_len"),
 }
-"""Which sizes a grid's tiles cover: heads, and rows of each."""
+"""Which sizes a grid's tiles cover: sequences, heads, and rows of each."""
+
+PACKED = ("cu_q", "cu_k", "sequences")
+"""What a call of packed sequences adds to the environment: where each begins among the queries and among the
+keys (int32, one more than there are), and how many there are. To the rest of it the call is a single
+sequence, of all tokens."""
 
 WORKSPACE = "workspace"
 """Beside the environment: zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
@@ -42,7 +49,8 @@ _PASSED_AS = {
     r"lse|operand\.\w+|descale\.\w+": _POINTER,
     r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
     r"scratch\.\w+\.extent\.\w+": "i32",
-    "|".join(SIZES): "i32",
+    "|".join((*SIZES, "sequences")): "i32",
+    "cu_q|cu_k": r"\*i32",
     "scale|v_factor": "fp32",
     r"param\.\w+": "i32|fp32",
     WORKSPACE: r"\*i32",
@@ -145,8 +153,9 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
     sizes and the scale, then the numeric parameters (`param.left`), then for each operand its
     pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). For 8-bit
     inputs follow a factor on v (those on q and k are in the scale), then for each of q, k and v the
-    pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). A launch
-    of several kernels adds the entries of each buffer that they share (`Scratch.names`).
+    pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). For packed
+    sequences follow those of `PACKED`. A launch of several kernels adds the entries of each buffer that
+    they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
     names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
@@ -161,6 +170,8 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
         names.append("v_factor")
         for tensor, axes in DESCALES.items():
             names += [f"descale.{tensor}", *(f"descale.{tensor}.stride.{axis}" for axis in axes)]
+    if spec.packed:
+        names += PACKED
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
@@ -192,10 +203,10 @@ class Arg:
         return tuple(int(n) for n in self.type[self.type.index("[") + 1 : self.type.index("]")].split(","))
 
 
-def tensor_arguments(tensor: str, dtype: str) -> tuple[Arg, ...]:
-    """Q, K, V or OUT as pointer and strides."""
+def tensor_arguments(tensor: str, dtype: str, packed: bool = False) -> tuple[Arg, ...]:
+    """Q, K, V or OUT as pointer and strides; packed sequences have none between them."""
     source, letter, row = tensor.lower(), tensor[0].lower(), "n" if tensor in ("K", "V") else "m"
-    short = zip(("b", "h", row, "d"), AXES, strict=True)
+    short = [each for each in zip(("b", "h", row, "d"), AXES, strict=True) if not (packed and each[0] == "b")]
     strides = (Arg(f"stride_{letter}{axis}", f"{source}.stride.{name}", "i32") for axis, name in short)
     return (Arg(tensor, source, f"*{dtype}"), *strides)
 
@@ -207,6 +218,13 @@ class Grid:
     x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
     is as many at most as the GPU has multiprocessors; `row_tiles_of_a_sequence` is the same for all heads
     together; `key_tiles` counts key heads and keys instead.
+
+    Of packed sequences the host knows no single length. Sequence s, which begins at row c(s), has the tiles
+    from c(s) // block_m + s on: as many as it needs or one more, whatever the lengths are, since c(s+1) //
+    block_m - c(s) // block_m + 1 is at least ceil of its rows / block_m. So there are q_len // block_m +
+    sequences of them for each head, where a tile for each block_m rows of the longest, times all sequences,
+    would be many times as many for lengths that differ much; and a program finds its sequence by comparing,
+    without a sum over lengths.
     """
 
     rule: str
@@ -221,8 +239,12 @@ class Grid:
     def blocks(self, batch: int, heads: int, rows: int, multiprocessors: int) -> int:
         """Number of programs on x; heads and rows are the sizes that the rule covers."""
         each = 1 if self.rule == "row_tiles_of_a_sequence" else heads // self.pack
-        tiles = -(-rows // self.block_m) * each * batch * self.splits
-        return tiles if self.rule != "persistent" else min(tiles, multiprocessors * self.programs)
+        if self.rule.startswith("packed"):
+            of_a_head = rows // self.block_m + batch
+        else:
+            of_a_head = -(-rows // self.block_m) * batch
+        tiles = of_a_head * each * self.splits
+        return tiles if not self.rule.endswith("persistent") else min(tiles, multiprocessors * self.programs)
 
 
 @dataclass(frozen=True, slots=True)

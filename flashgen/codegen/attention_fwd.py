@@ -68,13 +68,13 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     from flashgen.codegen import lists  # see `family.listed`
 
-    return (*lists.parts(spec.mask, _tiling(config)), *splits.parts(config, spec))
+    return (*lists.parts(spec, _tiling(config)), *splits.parts(config, spec))
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     from flashgen.codegen import lists
 
-    return (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec))
+    return (*lists.scratch(spec, _tiling(config)), *splits.scratch(config, spec))
 
 
 ATTENTION_FWD = Family(

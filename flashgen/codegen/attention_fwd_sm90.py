@@ -148,7 +148,7 @@ _KEYS = 128  # of a program that transposes; keys are padded to a multiple of it
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     from flashgen.codegen import lists  # see `family.listed`
 
-    shared = (*lists.scratch(spec.mask, _tiling(config)), *splits.scratch(config, spec))
+    shared = (*lists.scratch(spec, _tiling(config)), *splits.scratch(config, spec))
     if not spec.quantized:
         return shared
     extents = (Extent("batch"), Extent("kv_heads"), Extent("head_dim_v"), Extent("k_len", _KEYS, _KEYS))
@@ -158,7 +158,7 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     from flashgen.codegen import lists
 
-    listing, merging = lists.parts(spec.mask, _tiling(config)), splits.parts(config, spec)
+    listing, merging = lists.parts(spec, _tiling(config)), splits.parts(config, spec)
     if not spec.quantized:
         return (*listing, *merging)
     axes = {"b": "batch", "h": "head", "n": "row", "d": "dim"}

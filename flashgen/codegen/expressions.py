@@ -291,9 +291,9 @@ class RenderedScore:
     helpers: tuple[str, ...]
 
 
-def render_mask(rule: Rule) -> RenderedMask:
-    """Element mask of a rule, and its key ranges or lists."""
-    lists = tiles.lists(rule)
+def render_mask(rule: Rule, may_list: bool = True) -> RenderedMask:
+    """Element mask of a rule, and its key ranges or, where it may have them and needs them, its lists."""
+    lists = tiles.lists(rule) if may_list else None
     found = tiles.ranges(rule, "k") if lists is None else ()
     bounds = [bound for each in found for bound in _bounds(each)]
     text = Printer(rule, (rule.expr, *bounds), early="q" if lists is None else "qk")

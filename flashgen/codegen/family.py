@@ -77,6 +77,10 @@ class Tiling:
             return Grid("persistent", self.block_m, self.pack, self.programs, self.splits)
         return Grid("row_tiles", self.block_m, self.pack, splits=self.splits)
 
+    def grid_of(self, spec: AttentionSpec) -> Grid:
+        """The same for a spec, whose sequences may be packed."""
+        return replace(self.grid, rule=f"packed_{self.grid.rule}") if spec.packed else self.grid
+
     @property
     def rows(self) -> int:
         """Rows of a tile's matrix products."""
@@ -84,8 +88,10 @@ class Tiling:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of a call, before their keys are split."""
-        whole = Grid("row_tiles", self.block_m, self.pack)
-        return whole.blocks(workload.batch, workload.heads, workload.q_len, multiprocessors=1)
+        packed = workload.spec.packed
+        whole = Grid("packed_row_tiles" if packed else "row_tiles", self.block_m, self.pack)
+        rows = workload.total_q if packed else workload.q_len
+        return whole.blocks(workload.batch, workload.heads, rows, multiprocessors=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,10 @@ class Family:
             return f"{self.name} computes {self.op}, not {spec.op}"
         if spec.dtype not in self.dtypes:
             return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
+        if spec.packed and spec.quantized:
+            return (
+                f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences"
+            )
         oldest, newest = self.archs
         if target.vendor != "cuda" or not oldest <= target.arch <= newest:
             wanted = f"sm_{oldest}" if oldest == newest else f"sm_{oldest} or newer"
@@ -199,6 +209,10 @@ class Family:
         """Why a config cannot run on a target; decided before anything is compiled."""
         if self.tiling(config).descriptors and not target.has_tma:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
+        if self.tiling(config).splits > 1 and spec.packed:
+            return (
+                "splits keys into parts whose buffers have one length of all sequences, and these are packed"
+            )
         if self.tiling(config).splits > 1 and listed(spec.mask):
             return "splits keys by the order of their blocks, and this mask's blocks are listed"
         if reason := self.limits(config, spec, target):
@@ -321,7 +335,7 @@ class Family:
             DoesNotFit: none does; the message lists what was tried.
         """
         config = self._default(spec, target, facts, heads_per_kv)
-        if workload is None or not self.splits_by_default or listed(spec.mask):
+        if workload is None or not self.splits_by_default or spec.packed or listed(spec.mask):
             return config
         # A kernel of split keys has the LSE whether the call wants it or not.
         split = self._default(replace(spec, return_lse=True), target, facts, heads_per_kv)

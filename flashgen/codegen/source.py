@@ -98,7 +98,7 @@ class KernelSource:
         return Abi(
             environment=environment_names(self.spec, self.scratch),
             args=tuple(_specialised(arg, self.spec, facts) for group in groups for arg in group),
-            grid=tiling.grid if part is None else part.grid,
+            grid=tiling.grid_of(self.spec) if part is None else part.grid,
             max_registers=tiling.max_registers if part is None else 0,
             num_warps=tiling.num_warps if part is None else part.num_warps,
             num_stages=tiling.num_stages if part is None else 1,
@@ -158,7 +158,7 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
                 for c in chunks(spec, tensor)
             )
         ]
-    return [tensor_arguments(tensor, dtype)]
+    return [tensor_arguments(tensor, dtype, spec.packed)]
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
@@ -190,14 +190,20 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
         groups.append((Arg("LSE", "lse", "*fp32"),))
     if tiling.persistent:
         groups.append((Arg("WORKSPACE", WORKSPACE, "*i32"),))
-    names = ("heads", "heads_per_kv", "q_len", "k_len", "scale")
-    sizes = [Arg(name, name, "fp32" if name == "scale" else "i32") for name in names]
-    if FAMILIES[config.family].language == "gluon":
-        sizes.insert(0, Arg("batches", "batch", "i32"))
+    sizes = [Arg(name, name, "i32") for name in ("heads", "heads_per_kv")]
+    if spec.packed:
+        groups.append((Arg("CU_Q", "cu_q", "*i32"), Arg("CU_K", "cu_k", "*i32")))
+        sizes.insert(0, Arg("sequences", "sequences", "i32"))
+        sizes.append(Arg("q_tokens", "q_len", "i32"))
+    else:
+        if FAMILIES[config.family].language == "gluon":
+            sizes.insert(0, Arg("batches", "batch", "i32"))
+        sizes += [Arg(name, name, "i32") for name in ("q_len", "k_len")]
+    sizes.append(Arg("scale", "scale", "fp32"))
     if spec.quantized:  # the kernel's own scale is this one with the factors of a tile
         sizes[-1:] = [Arg("score_scale", "scale", "fp32"), Arg("v_factor", "v_factor", "fp32")]
     groups.append(tuple(sizes))
-    if listed := lists.arguments(spec.mask):
+    if listed := lists.arguments(spec):
         groups.append(listed)
     if spec.quantized:
         groups += map(_descale_arguments, DESCALES)
@@ -228,7 +234,8 @@ def kernel_name(spec: AttentionSpec, config: Config) -> str:
     rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
     extras = [f"to_{spec.out_dtype}"] if spec.out_dtype else []
     extras += ["lse"] if spec.return_lse else []
-    return "_".join([config.family, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
+    packed = ["varlen"] if spec.packed else []
+    return "_".join([config.family, *packed, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
 
 
 def kernel_hash(text: str) -> str:
@@ -254,7 +261,8 @@ def _tree_text(node: object) -> str:
 
 def _title(spec: AttentionSpec) -> str:
     """Lines of the file's docstring: what the kernel computes."""
-    lines = [f"Attention forward, head_dim {spec.head_dim}, {spec.dtype_label}."]
+    packed = "packed sequences, " if spec.packed else ""
+    lines = [f"Attention forward, {packed}head_dim {spec.head_dim}, {spec.dtype_label}."]
     if spec.head_dim_v != spec.head_dim:
         lines[0] = lines[0][:-1] + f", values of {spec.head_dim_v}."
     lines.append(f"Mask {spec.mask.name}: {spec.mask.text}")
@@ -269,7 +277,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
     family = FAMILIES[config.family]
     arguments = _arguments(spec, config)
     parts, scratch = family.parts(config, spec), _scratch(config, spec)
-    mask, score = render_mask(spec.mask), render_score(spec)
+    mask, score = render_mask(spec.mask, may_list=not spec.packed), render_score(spec)
     name = kernel_name(spec, config)
     text = tidy(
         environment()
@@ -282,7 +290,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             toolchain=toolchain,
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},
-            list_arguments=", ".join(arg.name for arg in lists.arguments(spec.mask)),
+            list_arguments=", ".join(arg.name for arg in lists.arguments(spec)),
             descale_arguments=[
                 ", ".join(arg.name for arg in group) for group in arguments if _of_descales(group)
             ],

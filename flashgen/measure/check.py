@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashgen.build.inputs import TORCH, Inputs
-from flashgen.build.reference import E4M3_LIFT, attention_reference
+from flashgen.build.reference import E4M3_LIFT, attention_reference, packed_reference
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.masks import Mask
@@ -196,22 +196,26 @@ def _reference(
         kv_head = head // (q.shape[1] // k.shape[1])
         q, k, v = q[batch, head], k[batch, kv_head], v[batch, kv_head]
         q, k, v = (each[None, None] for each in (q, k, v))
-        symbols = {"batch": batch, "head": head, "kv_head": kv_head}
+        symbols = {"head": head, "kv_head": kv_head}
+        if inputs.packed is None:
+            symbols["batch"] = batch
         mask = Mask(*_fixed(mask, symbols))
         score_mod = None if score_mod is None else ScoreMod(*_fixed(score_mod, symbols))
     p, out = rounding or (None, None)
-    return attention_reference(
-        q,
-        k,
-        v,
-        mask=mask,
-        score_mod=score_mod,
-        scale=inputs.scale,
-        dtype=dtype,
-        round_p_to=p,
-        round_out_to=out,
-        lift=lift,
-    )
+    options: dict[str, Any] = {
+        "mask": mask,
+        "score_mod": score_mod,
+        "scale": inputs.scale,
+        "dtype": dtype,
+        "round_p_to": p,
+        "round_out_to": out,
+        "lift": lift,
+    }
+    if inputs.packed is None:
+        return attention_reference(q, k, v, **options)
+    starts = (each.tolist() for each in inputs.packed)
+    packed, lse = packed_reference(*(each[0].transpose(0, 1) for each in (q, k, v)), *starts, **options)
+    return packed.transpose(0, 1)[None], lse[None]
 
 
 def _fixed(bound: Bound, symbols: dict[str, int]) -> tuple[Rule, tuple[Any, ...], tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.spec import expr as ex
-from flashgen.spec.attention import Workload
+from flashgen.spec.attention import Workload, length_code
 from flashgen.spec.masks import Mask
 from flashgen.spec.target import Target
 
@@ -76,8 +76,10 @@ def visible(workload: Workload) -> Visible:
 
     from flashgen.build.reference import evaluate_rule
 
-    if not workload.q_len or not workload.k_len:
+    if workload.empty:
         return Visible(0.0, 0.0)
+    if workload.spec.packed:
+        return _visible_of_packed(workload)
     varies = ex.free_symbols(workload.spec.mask.expr)
     batch = _spread(workload.batch if "batch" in varies else 1, _BATCH)
     heads = _spread(workload.heads if varies & {"head", "kv_head"} else 1, _HEADS)
@@ -100,6 +102,28 @@ def visible(workload: Workload) -> Visible:
         seen += int(kept.sum())
     total = len(batch) * len(heads) * len(keys)
     return Visible(pairs / (total * len(rows)), seen / total)
+
+
+def _visible_of_packed(workload: Workload) -> Visible:
+    """Of packed sequences: pairs as a share of all queries times the longest keys, keys of all of them.
+
+    Sequences whose lengths are of one power of 2 count as the longest of them: of a window's pairs so rather
+    fewer are said than more.
+    """
+    from flashgen.build.inputs import packed_lengths
+
+    classes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for q_len, k_len in zip(*(each.tolist() for each in packed_lengths(workload)), strict=True):
+        classes.setdefault((length_code(q_len), length_code(k_len)), []).append((q_len, k_len))
+    spec = replace(workload.spec, addressing="dense")
+    pairs = keys = 0.0
+    for members in classes.values():
+        (q_len, k_len), count = max(members), len(members)
+        alike = replace(workload, spec=spec, batch=count, q_len=q_len, k_len=k_len, total_q=0, total_k=0)
+        share = visible(alike)
+        pairs += share.pairs * sum(q * k for q, k in members)
+        keys += share.keys * sum(k for _, k in members)
+    return Visible(pairs / (workload.total_q * workload.k_len), keys / workload.total_k)
 
 
 def _spread(size: int, most: int) -> Tensor:
@@ -147,16 +171,16 @@ class _Table:
 def flops(workload: Workload) -> float:
     """Floating-point operations of the two products over the pairs that the mask leaves."""
     spec = workload.spec
-    pairs = visible(workload).pairs * workload.q_len * workload.k_len * workload.batch * workload.heads
+    pairs = visible(workload).pairs * workload.q_tokens * workload.k_len * workload.heads
     return 2.0 * pairs * (spec.head_dim + spec.head_dim_v)
 
 
 def input_bytes(workload: Workload) -> float:
     """Bytes of q, k and v that must be read; keys that no query sees need not be."""
     spec = workload.spec
-    q = workload.heads * workload.q_len * spec.head_dim
-    kv = workload.kv_heads * workload.k_len * (spec.head_dim + spec.head_dim_v) * visible(workload).keys
-    return float(workload.batch * spec.itemsize * (q + kv))
+    q = workload.heads * workload.q_tokens * spec.head_dim
+    kv = workload.kv_heads * workload.k_tokens * (spec.head_dim + spec.head_dim_v) * visible(workload).keys
+    return float(spec.itemsize * (q + kv))
 
 
 def peak_flops(workload: Workload, target: Target) -> float:

@@ -8,7 +8,7 @@ the argument to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -91,6 +91,13 @@ class Call:
     return_lse: bool
     quantized: Quantized | None = None
     """Of 8-bit tensors."""
+    sequence: int = 0
+    """What rules take the first one of the batch for: this call may be one of packed sequences."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of packed sequences, of queries and of keys; none where each has a row of its own."""
+        return ()
 
     @property
     def folded_scale(self) -> float:
@@ -132,12 +139,14 @@ class Call:
             return_lse=self.return_lse,
             positive_scale=self.folded_scale > 0,
             out_dtype=DTYPE_NAMES[self.out_dtype],
+            addressing="varlen" if self.totals else "dense",
         )
         bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
         names = [name for each in bound for name, _ in each.rule.params]
         values = [value for each in bound for value in each.values]
         params = tuple(zip(names, values, strict=True))
-        return Workload(spec, sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len, params)
+        counts = (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len)
+        return Workload(spec, *counts, params, *self.totals)
 
 
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -179,7 +188,7 @@ def as_mask(given: object) -> Mask:
             raise InvalidArgument(why)
         return _NAMED_MASKS.get(given) or _parse_mask(given)
     raise InvalidArgument(
-        f"mask={_shown(given)} must be None, a name ({', '.join(masks.MASKS)}) or a Mask from "
+        f"mask={shown(given)} must be None, a name ({', '.join(masks.MASKS)}) or a Mask from "
         "flashgen.masks; pass a tensor of kept keys as flashgen.masks.key_padding(tensor)"
     )
 
@@ -226,7 +235,7 @@ def as_score_mod(given: object) -> ScoreMod | None:
     if isinstance(given, Sequence) and all(isinstance(each, ScoreMod) for each in given):
         return compose(given)
     raise InvalidArgument(
-        f"score_mod={_shown(given)} must be None, a ScoreMod from flashgen.score_mods, or a sequence of them"
+        f"score_mod={shown(given)} must be None, a ScoreMod from flashgen.score_mods, or a sequence of them"
     )
 
 
@@ -241,7 +250,7 @@ def as_scale(given: Any, head_dim: int) -> float:
     number = isinstance(given, float | int) or hasattr(given, "__float__")  # traces know of a number's type
     if isinstance(given, bool | Tensor) or not number:
         hint = "; give its value, scale.item()" if isinstance(given, Tensor) else ""
-        raise InvalidArgument(f"scale={_shown(given)} must be None or a finite number{hint}")
+        raise InvalidArgument(f"scale={shown(given)} must be None or a finite number{hint}")
     try:
         scale = float(given)
     except OverflowError:  # an int
@@ -275,16 +284,38 @@ def check(
     """
     if layout not in LAYOUTS:
         raise InvalidArgument(f"{layout=} must be one of {', '.join(LAYOUTS)}")
-    if not isinstance(return_lse, bool):
-        raise InvalidArgument(f"return_lse={_shown(return_lse)} must be True or False")
+    check_return_lse(return_lse)
+    check_tensors(q, k, v, 4, _AXIS_NAMES[layout], f"layout={layout!r} takes ")
+    call = Call(
+        q, k, v, as_mask(mask), as_score_mod(score_mod), as_scale(scale, q.shape[3]), layout, return_lse
+    )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as {_AXIS_NAMES[layout]}"
+    check_sizes((call.bhsd(tensor).shape for tensor in (q, k, v)), shapes)
+    check_operands(call)
+    if given is None and q.dtype != E4M3:
+        return call
+    return replace(call, quantized=as_quantized(given, q, k, layout))
+
+
+def check_return_lse(given: Any) -> None:
+    """Raises `InvalidArgument` unless it is True or False."""
+    if not isinstance(given, bool):
+        raise InvalidArgument(f"return_lse={shown(given)} must be True or False")
+
+
+def check_tensors(q: Any, k: Any, v: Any, dims: int, axes: str, takes: str = "it must be ") -> None:
+    """Raises `InvalidArgument` unless q, k and v are dense tensors of so many axes, one dtype and one device.
+
+    Args:
+        axes, takes: how a message names the axes, and what stands before that.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise InvalidArgument(f"{name} must be a tensor {_AXIS_NAMES[layout]}, not {_shown(tensor)}")
+            raise InvalidArgument(f"{name} must be a tensor {axes}, not {shown(tensor)}")
         check_dense(name, tensor)
-        if tensor.dim() != 4:
+        if tensor.dim() != dims:
             raise InvalidArgument(
-                f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; "
-                f"layout={layout!r} takes {_AXIS_NAMES[layout]}"
+                f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; {takes}{axes}"
             )
         if tensor.dtype not in DTYPE_NAMES:
             allowed = ", ".join(map(str, DTYPE_NAMES))
@@ -300,14 +331,6 @@ def check(
             raise InvalidArgument(
                 f"{name}.device={tensor.device} must be that of q, {q.device}; move one of them"
             )
-    call = Call(
-        q, k, v, as_mask(mask), as_score_mod(score_mod), as_scale(scale, q.shape[3]), layout, return_lse
-    )
-    _check_shapes(call)
-    _check_operands(call)
-    if given is None and q.dtype != E4M3:
-        return call
-    return replace(call, quantized=as_quantized(given, q, k, layout))
 
 
 def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:
@@ -324,7 +347,7 @@ def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quan
     allowed = [dtype for dtype, name in DTYPE_NAMES.items() if name in OUT_DTYPES[DTYPE_NAMES[q.dtype]]]
     if out_dtype is not None and out_dtype not in allowed:
         raise InvalidArgument(
-            f"out_dtype={_shown(out_dtype)} of {q.dtype} tensors is not served; "
+            f"out_dtype={shown(out_dtype)} of {q.dtype} tensors is not served; "
             f"allowed: {', '.join(map(str, allowed))}"
         )
     if q.dtype != E4M3:
@@ -349,7 +372,7 @@ def _as_factor(name: str, factor: Any, q: Tensor, heads: tuple[int, ...]) -> Fac
         return 1.0
     if not isinstance(factor, Tensor):
         if isinstance(factor, bool) or not (isinstance(factor, float | int) or hasattr(factor, "__float__")):
-            raise InvalidArgument(f"{name}={_shown(factor)} must be None, a number or a float32 tensor")
+            raise InvalidArgument(f"{name}={shown(factor)} must be None, a number or a float32 tensor")
         number = float(factor)
         if not 0 <= number <= MAX_SCALE:
             raise InvalidArgument(
@@ -384,10 +407,14 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise InvalidArgument(f"{name} is {kind}; only dense (strided) tensors are served: make it one")
 
 
-def _check_shapes(call: Call) -> None:
-    q, k, v = (call.bhsd(tensor).shape for tensor in (call.q, call.k, call.v))
-    names = _AXIS_NAMES[call.layout]
-    given = f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, v {tuple(call.v.shape)} as {names}"
+def check_sizes(shapes: Iterable[Sequence[int]], given: str) -> None:
+    """Raises `InvalidArgument` unless the shapes of q, k and v go together and are served.
+
+    Args:
+        shapes: each (batch, heads, length, head_dim).
+        given: the shapes as the caller knows them.
+    """
+    q, k, v = shapes
     agreements = (
         ("k", "batch", "q's", k[0], q[0]),
         ("v", "batch", "q's", v[0], q[0]),
@@ -465,7 +492,8 @@ def _counted(rule: Rule, operand: Operand, axis: int) -> tuple[int, ...]:
     return tuple(sorted(SIZES_AT + SIZES.index(name) for name in names))
 
 
-def _check_operands(call: Call) -> None:
+def check_operands(call: Call) -> None:
+    """Raises `InvalidArgument` where a rule of a call has no tensor to read, or another one than it reads."""
     for bound in (call.mask, call.score_mod):
         if bound is None or not bound.tensors:
             continue
@@ -486,7 +514,7 @@ def _check_operands(call: Call) -> None:
             if tensor.dtype != dtype or len(shape) != len(axes):
                 raise InvalidArgument(
                     f"{name} of {bound.describe()} must be {dtype} with {len(axes)} dimensions, "
-                    f"not {_shown(tensor)}"
+                    f"not {shown(tensor)}"
                 )
             for axis, entries in enumerate(axes):
                 counts = {SIZES[entry - SIZES_AT] for entry in entries}
@@ -498,7 +526,8 @@ def _check_operands(call: Call) -> None:
                     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value for a message: short, and of a tensor dtype and shape alone."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     text = repr(value)

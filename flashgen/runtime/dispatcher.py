@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.build.arguments import FACTS, facts_code, flatten
+from flashgen.build.arguments import FACTS, facts_code, flatten, flatten_packed
 from flashgen.build.quantized import E4M3
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel
 from flashgen.runtime import torch_path
@@ -33,6 +33,7 @@ from flashgen.runtime.checks import (
 )
 from flashgen.runtime.explain import Explanation, describe_call, describe_workload, explained
 from flashgen.runtime.misses import MissLog
+from flashgen.runtime.packed import PackedCall, check_packed
 from flashgen.runtime.policy import (
     Decision,
     Launchable,
@@ -42,7 +43,7 @@ from flashgen.runtime.policy import (
     Source,
 )
 from flashgen.settings import MISS_POLICIES
-from flashgen.spec.attention import CallFacts, Workload, length_code, number_code
+from flashgen.spec.attention import MAX_INDEX, CallFacts, Workload, length_code, number_code
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import values_and_tensors
@@ -99,6 +100,7 @@ class Dispatcher:
         on_miss: `default`, `tune`, `record` or `error`, see `settings.MISS_POLICIES`.
         tune: tunes a workload on a GPU and stores the records; for `on_miss="tune"`.
         misses: where `on_miss="record"` notes shapes.
+        check_values: whether places of packed sequences are looked at on the GPU, which waits for it.
 
     Thread-safe: a miss is resolved under a lock, though nothing is tuned under it. A hit takes only the lock
     of its kernel, whose launch parameters are in one place: 0.1 us, unless two threads launch it at once.
@@ -114,8 +116,10 @@ class Dispatcher:
         on_miss: str = "default",
         tune: Callable[[Workload, int], None] | None = None,
         misses: MissLog | None = None,
+        check_values: bool = False,
     ) -> None:
         self._policy = policy
+        self._check_values = check_values
         self._target_of = target_of
         self._stream_of = stream_of
         self._capturing = capturing
@@ -243,6 +247,95 @@ class Dispatcher:
                 return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
             call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
             return _result(plan.otherwise(call))
+        return out if lse is None else (out, lse)
+
+    def attention_varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: Any,
+        max_k: Any,
+        mask: Any,
+        score_mod: Any,
+        scale: Any,
+        return_lse: bool,
+    ) -> Result:
+        """See `flashgen.attention_varlen`; the tensors are plain ones on a GPU. As `attention`, of packed
+        sequences.
+
+        Raises:
+            InvalidArgument: as `packed.check_packed`, before anything is launched.
+        """
+        if type(mask) is not Mask:
+            mask = as_mask(mask)
+        rule, values, tensors, score_text = mask.rule, mask.values, mask.tensors, None
+        if score_mod is not None:
+            score_mod = as_score_mod(score_mod)
+            if score_mod is not None:
+                score_text = score_mod.rule.text
+                values, tensors = values + score_mod.values, tensors + score_mod.tensors
+
+        dtype, device = q.dtype, q.get_device()
+        if self._check_values or not _packed_agree(q, k, v, cu_q, cu_k, max_q, max_k, return_lse):
+            call = check_packed(
+                q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, self._check_values
+            )
+            cu_q, cu_k, max_q, max_k = call.cu_q, call.cu_k, call.max_q, call.max_k
+        q_tokens, heads, head_dim = q.shape
+        k_tokens, kv_heads, head_dim_v = v.shape
+        sequences = cu_q.shape[0] - 1
+        if scale is None:
+            scale = head_dim**-0.5
+        elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
+            scale = as_scale(scale, head_dim)
+        arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse)
+        if tensors:
+            sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
+            counted = ((None,) * SIZES_AT) + sizes  # as a dense call's environment has them
+            if not (_given(tensors, device) and _fit(tensors, operand_axes(rule, score_mod), counted)):
+                check_packed(*arguments)
+
+        out = torch_path.empty_output(q, "bshd", head_dim_v)
+        lse = q.new_empty((heads, q_tokens), dtype=_FLOAT32) if return_lse else None
+        env = flatten_packed(q, k, v, out, lse, cu_q, cu_k, scale, values, tensors)
+        code = facts_code(env, q.itemsize, tensors)
+        if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # memory holds the values negated
+            return self.attention_varlen(q, k, v, *arguments[3:])
+        key = (
+            code,
+            rule.text,
+            score_text,
+            dtype,
+            device,
+            heads,
+            kv_heads,
+            head_dim,
+            head_dim_v,
+            (sequences - 1).bit_length() if sequences else -1,
+            (max_q - 1).bit_length() if max_q else -1,
+            (max_k - 1).bit_length() if max_k else -1,
+            (self._numbers.get(values) or self._number_codes(values)) if values else None,
+            scale > 0.0,
+            lse is None,
+            fp32_precision() if dtype is _FLOAT32 else None,
+            (q_tokens - 1).bit_length() if q_tokens else -1,
+            (k_tokens - 1).bit_length() if k_tokens else -1,
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._resolve(key, check_packed(*arguments), code, device)
+        if plan.launch is None:
+            return _result(plan.otherwise(check_packed(*arguments)))
+        try:
+            plan.launch(env, self._stream_of(device))
+        except (LaunchFailed, InvalidArgument) as error:
+            if self._refuse(plan, error):
+                return self.attention_varlen(*arguments)
+            return _result(plan.otherwise(check_packed(*arguments)))
         return out if lse is None else (out, lse)
 
     # A miss
@@ -480,6 +573,7 @@ class Dispatcher:
             else _TORCH_DTYPES[spec.result_dtype]
             if spec.quantized
             else None,
+            *(length_code(total) - 1 for total in (workload.total_q, workload.total_k) if spec.packed),
         )
 
     def explain(self, call: Call, device: int) -> Explanation:
@@ -489,7 +583,11 @@ class Dispatcher:
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
         out = torch_path.empty_output(call.q, call.layout, call.sizes.head_dim_v, call.out_dtype)
         values, tensors = values_and_tensors(call.mask, call.score_mod)
-        env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
+        if isinstance(call, PackedCall):
+            starts = (call.cu_q, call.cu_k)
+            env = flatten_packed(call.q, call.k, call.v, out, None, *starts, call.scale, values, tensors)
+        else:
+            env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
         facts = FACTS[facts_code(env, call.q.itemsize, tensors)]
         target = self._target_of(device)
         request = Request(call.workload(), facts, target, device)
@@ -501,6 +599,38 @@ class Dispatcher:
 def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
     """As compared on the hot path, for values of another head dim."""
     return len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and k[3] == q[3]
+
+
+def _packed_agree(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, return_lse: Any
+) -> bool:
+    """Whether a call of packed sequences is of the usual kind, in which nothing has to be converted or
+    refused.
+
+    `check_packed` looks at all that this does, and takes five times as long.
+    """
+    if not type(cu_q) is type(cu_k) is Tensor or not q.dim() == k.dim() == v.dim() == 3:
+        return False
+    q_shape, k_shape, v_shape, cu_shape = q.shape, k.shape, v.shape, cu_q.shape
+    dtype, device, sequences = q.dtype, q.get_device(), cu_shape[0] - 1 if len(cu_shape) == 1 else -1
+    return (
+        k_shape[:2] == v_shape[:2]
+        and k_shape[2] == q_shape[2]
+        and k.dtype is dtype is v.dtype
+        and dtype is not E4M3
+        and k_shape[1] > 0
+        and not q_shape[1] % k_shape[1]
+        and k.get_device() == device == v.get_device() == cu_q.get_device() == cu_k.get_device()
+        and cu_q.dtype is torch.int32 is cu_k.dtype
+        and cu_k.shape == cu_shape
+        and sequences >= 0
+        and cu_q.is_contiguous()
+        and cu_k.is_contiguous()
+        and type(max_q) is int is type(max_k)
+        and q_shape[0] <= max_q * sequences <= MAX_INDEX * sequences
+        and k_shape[0] <= max_k * sequences <= MAX_INDEX * sequences
+        and (return_lse is False or return_lse is True)
+    )
 
 
 def _given(tensors: tuple[Any, ...], device: int) -> bool:

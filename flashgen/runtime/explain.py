@@ -103,7 +103,7 @@ def describe_call(call: Call) -> str:
     dtype = DTYPE_NAMES[call.q.dtype] + (
         "" if call.quantized is None else f" to {DTYPE_NAMES[call.out_dtype]}"
     )
-    return _sentence(sizes, dims, dtype, call.mask, call.score_mod)
+    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.totals)
 
 
 def describe_workload(workload: Workload) -> str:
@@ -115,17 +115,24 @@ def describe_workload(workload: Workload) -> str:
     if spec.score_mod is not None:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
     dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
-    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod)
+    totals = (workload.total_q, workload.total_k) if spec.packed else ()
+    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, totals)
 
 
 def _sentence(
-    sizes: Sizes | Workload, dims: tuple[int, int], dtype: str, mask: Mask, score_mod: ScoreMod | None
+    sizes: Sizes | Workload,
+    dims: tuple[int, int],
+    dtype: str,
+    mask: Mask,
+    score_mod: ScoreMod | None,
+    totals: tuple[int, ...],
 ) -> str:
+    of_q, of_k = (f" at most, {total} together" for total in totals) if totals else ("", "")
     told = [
-        f"batch {sizes.batch}",
+        f"{'packed sequences' if totals else 'batch'} {sizes.batch}",
         f"heads {sizes.heads} ({sizes.kv_heads} of k and v)",
-        f"q_len {sizes.q_len}",
-        f"k_len {sizes.k_len}",
+        f"q_len {sizes.q_len}{of_q}",
+        f"k_len {sizes.k_len}{of_k}",
         f"head_dim {dims[0]}" + (f" ({dims[1]} of v)" if dims[0] != dims[1] else ""),
         dtype,
         f"mask {mask.describe()}",

@@ -7,6 +7,7 @@ without a visible key (output 0, LSE -inf, zero gradients) holds here too.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from flashgen.build.reference import (
     symbols,
 )
 from flashgen.runtime.checks import FULL, Call, transformed
+from flashgen.runtime.packed import PackedCall
 from flashgen.spec import masks
 
 CHUNK_SCORES = 2**26
@@ -44,7 +46,7 @@ def empty_result(call: Call) -> tuple[Tensor, Tensor | None]:
     out = empty_output(call.q, call.layout, sizes.head_dim_v, call.out_dtype).zero_()
     lse = None
     if call.return_lse:
-        rows = (sizes.batch, sizes.heads, sizes.q_len)
+        rows = (sizes.heads, *call.totals[:1]) if call.totals else (sizes.batch, sizes.heads, sizes.q_len)
         lse = call.q.new_full(rows, -math.inf, dtype=torch.float32)
     return out, lse
 
@@ -53,11 +55,11 @@ def empty_output(q: Tensor, layout: str, head_dim_v: int, dtype: torch.dtype | N
     """An output of q's layout and order of axes in memory, so that what follows needs no copy; of q's dtype
     unless another is named.
     """
-    if q.shape[3] == head_dim_v:
+    if q.shape[-1] == head_dim_v:
         return torch.empty_like(q, dtype=dtype)  # keeps the strides, or their order if q has gaps
-    if head_dim_v < q.shape[3]:
+    if head_dim_v < q.shape[-1]:
         return torch.empty_like(q[..., :head_dim_v], dtype=dtype)
-    shape = (*q.shape[:3], head_dim_v)
+    shape = (*q.shape[:-1], head_dim_v)
     order = _memory_order(q)
     return q.new_empty([shape[axis] for axis in order], dtype=dtype).permute(_inverse(order))
 
@@ -67,7 +69,7 @@ def like_q(out: Tensor, q: Tensor, layout: str) -> Tensor:
 
     The order of the axes is not enough: where torch pads head dims, its output has gaps.
     """
-    wanted = empty_output(q, layout, out.shape[3])
+    wanted = empty_output(q, layout, out.shape[-1])
     if _strides_that_count(out) == _strides_that_count(wanted):
         return out
     order = _memory_order(wanted)
@@ -91,10 +93,14 @@ def _inverse(order: list[int]) -> list[int]:
 
 def reference(call: Call) -> tuple[Tensor, Tensor | None]:
     """The reference in float32, rounded once: what CPU tensors get. No gradient flows."""
+    if isinstance(call, PackedCall):
+        return _each_sequence(call, reference)
     q, k, v = (call.bhsd(tensor.detach()) for tensor in (call.q, call.k, call.v))
     if call.quantized is not None:
         q, k, v = (each.detach() for each in call.quantized.true(q, k, v))
-    exact, lse = attention_reference(q, k, v, mask=call.mask, score_mod=call.score_mod, scale=call.scale)
+    exact, lse = attention_reference(
+        q, k, v, mask=call.mask, score_mod=call.score_mod, scale=call.scale, sequence=call.sequence
+    )
     out = empty_output(call.q, call.layout, v.shape[3], call.out_dtype)
     call.bhsd(out).copy_(exact)
     return out, lse if call.return_lse else None
@@ -106,8 +112,11 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     `scaled_dot_product_attention` where it can say the same, for its memory and speed; otherwise the scores
     are written out, a slice of query rows at a time, and computed again for the gradient.
 
-    8-bit tensors are computed as bfloat16 ones where torch takes these, else in float32.
+    8-bit tensors are computed as bfloat16 ones where torch takes these, else in float32. Packed sequences are
+    computed one after the other, which waits for the GPU once.
     """
+    if isinstance(call, PackedCall):
+        return _each_sequence(call, attention)
     if call.quantized is not None:
         out, lse = attention(_dequantized(call))
         return out.to(call.out_dtype), lse
@@ -124,6 +133,19 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
+def _each_sequence(
+    call: PackedCall, compute: Callable[[Call], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    if call.empty:
+        return empty_result(call)
+    outputs, lses = [], []
+    for part in call.parts():
+        out, lse = empty_result(part) if part.empty else compute(part)
+        outputs.append(out[0])
+        lses += [] if lse is None else [lse[0]]
+    return like_q(torch.cat(outputs), call.q, call.layout), torch.cat(lses, 1) if lses else None
+
+
 def _dequantized(call: Call) -> Call:
     dtype = torch.bfloat16 if _says_the_same(call) else torch.float32
     assert call.quantized is not None
@@ -134,6 +156,8 @@ def _dequantized(call: Call) -> Call:
 
 def describe(call: Call) -> str:
     """Which of torch's ways `attention` takes."""
+    if isinstance(call, PackedCall):
+        return "torch, one sequence after the other"
     if _says_the_same(call):
         return "torch.nn.functional.scaled_dot_product_attention"
     return "torch, scores written out"
@@ -210,6 +234,7 @@ def _symbols(call: Call, rows: slice) -> dict[str, Tensor | int]:
         q_len=sizes.q_len,
         k_len=sizes.k_len,
         device=call.q.device,
+        sequence=call.sequence,
     )
 
 

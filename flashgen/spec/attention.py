@@ -25,6 +25,8 @@ _MIN_CHUNK = {"e4m3": 32}
 """What tensor cores multiply at a time along a head dim, where it is not 16: 32 bytes."""
 
 OPS = ("fwd",)
+ADDRESSING = ("dense", "varlen")
+"""How a call's sequences lie in memory: each in a row of its own, or packed one behind the other."""
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 MAX_INDEX = 2**31 - 1
 """Longest sequence, and most heads of a whole batch: kernels count both in 32 bits."""
@@ -63,6 +65,8 @@ class AttentionSpec:
     fp32_precision: str = "ieee"
     """How fp32 inputs are multiplied: `ieee` or `tf32`; `ieee` for other dtypes."""
     addressing: str = "dense"
+    """One of `ADDRESSING`. In `varlen` rows, keys and lengths of rules count within their sequence, and
+    `batch` is the sequence."""
     return_lse: bool = False
     positive_scale: bool = True
     """The fast form folds the scale into exp2 after the row maximum, which needs scale > 0."""
@@ -88,6 +92,10 @@ class AttentionSpec:
             )
         if self.op not in OPS:
             raise InvalidArgument(f"op={shown(self.op)} is not served; allowed: {', '.join(OPS)}")
+        if self.addressing not in ADDRESSING:
+            raise InvalidArgument(
+                f"addressing={shown(self.addressing)} is not served; allowed: {', '.join(ADDRESSING)}"
+            )
         if self.fp32_precision not in ("ieee", "tf32"):
             raise InvalidArgument(f"fp32_precision={shown(self.fp32_precision)} must be 'ieee' or 'tf32'")
         if self.score_mod is not None:
@@ -114,6 +122,11 @@ class AttentionSpec:
     def quantized(self) -> bool:
         """Whether the inputs are stored values that factors (`DESCALES`) turn into true ones."""
         return self.dtype == "e4m3"
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one behind the other, from places that the kernel reads."""
+        return self.addressing == "varlen"
 
     @property
     def qk_chunks(self) -> tuple[int, ...]:
@@ -198,7 +211,11 @@ def number_code(value: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A spec with sizes: what is tuned, and what a call looks up."""
+    """A spec with sizes: what is tuned, and what a call looks up.
+
+    Of packed sequences the batch counts them, q_len and k_len are the longest ones, and the totals are known
+    too: all that a call knows without asking the GPU.
+    """
 
     spec: AttentionSpec
     batch: int
@@ -208,6 +225,9 @@ class Workload:
     k_len: int
     params: tuple[tuple[str, float], ...] = ()
     """Numeric parameters of the mask and score rule, in their order (window, cap)."""
+    total_q: int = 0
+    """Query tokens of all packed sequences; 0 of any other call, as is `total_k`."""
+    total_k: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("q_len", 0), ("k_len", 0)):
@@ -219,19 +239,42 @@ class Workload:
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: "
                 "each key head serves a whole group of query heads"
             )
+        self._check_totals()
         rows = self.batch * self.heads
         if rows > MAX_INDEX:
             raise InvalidArgument(
                 f"batch={self.batch} times heads={self.heads} must be at most {MAX_INDEX}; split the batch"
             )
-        elements = rows * max(self.q_len, self.k_len) * max(self.spec.head_dim, self.spec.head_dim_v)
+        tokens = max(self.q_tokens, self.k_tokens)
+        elements = self.heads * tokens * max(self.spec.head_dim, self.spec.head_dim_v)
         if elements > MAX_ELEMENTS:
             raise InvalidArgument(
                 f"{self.name} has tensors of {elements} elements; at most {MAX_ELEMENTS}: split the batch"
             )
 
+    def _check_totals(self) -> None:
+        for total, longest in (("total_q", "q_len"), ("total_k", "k_len")):
+            tokens, length = getattr(self, total), getattr(self, longest)
+            most = min(self.batch * length, MAX_INDEX) if self.spec.packed else 0
+            if not 0 <= tokens <= most:
+                why = f"batch={self.batch} sequences of at most {longest}={length}"
+                raise InvalidArgument(
+                    f"{total}={brief(str(tokens), 40)} must be from 0 to {most}: "
+                    + (why if self.spec.packed else "only addressing='varlen' has totals")
+                )
+
+    @property
+    def q_tokens(self) -> int:
+        """Query rows of one head, over all sequences."""
+        return self.total_q if self.spec.packed else self.batch * self.q_len
+
+    @property
+    def k_tokens(self) -> int:
+        """Keys of one key head, over all sequences."""
+        return self.total_k if self.spec.packed else self.batch * self.k_len
+
     def bucket(self) -> Bucket:
-        """The sizes rounded for look-up: lengths and batch to powers of two, heads exact."""
+        """The sizes rounded for look-up: lengths, totals and batch to powers of two, heads exact."""
         return Bucket(
             length_code(self.batch),
             self.heads,
@@ -239,6 +282,7 @@ class Workload:
             length_code(self.q_len),
             length_code(self.k_len),
             tuple(number_code(value) for _, value in self.params),
+            (length_code(self.total_q), length_code(self.total_k)) if self.spec.packed else (),
         )
 
     @property
@@ -249,13 +293,14 @@ class Workload:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute: no query, or no key. No kernel runs for such calls."""
-        return not self.q_len or not self.k_len
+        return not self.q_tokens or not self.k_tokens
 
     @property
     def name(self) -> str:
-        """Short and readable: `b4h32kv8q4096k4096`."""
+        """Short and readable: `b4h32kv8q4096k4096`; of packed sequences with `_of9000k9000`, the totals."""
         params = "".join(f"_{name}{value:g}" for name, value in self.params)
-        return f"b{self.batch}h{self.heads}kv{self.kv_heads}q{self.q_len}k{self.k_len}{params}"
+        totals = f"_of{self.total_q}k{self.total_k}" if self.spec.packed else ""
+        return f"b{self.batch}h{self.heads}kv{self.kv_heads}q{self.q_len}k{self.k_len}{totals}{params}"
 
     def to_json(self) -> dict[str, Any]:
         """As in records and manifests."""
@@ -267,6 +312,7 @@ class Workload:
             "q_len": self.q_len,
             "k_len": self.k_len,
             "params": dict(self.params),
+            **({"total_q": self.total_q, "total_k": self.total_k} if self.spec.packed else {}),
         }
 
     @classmethod
@@ -288,18 +334,21 @@ class Bucket:
     q_len: int
     k_len: int
     params: tuple[int, ...] = field(default=())
+    totals: tuple[int, ...] = field(default=())
+    """Of the tokens of packed sequences, queries and keys."""
 
     @property
     def text(self) -> str:
         """Readable text, as in the database: upper bounds of the rounded sizes, parameters by log2."""
         sizes = [f"b{_bound(self.batch)}", f"h{self.heads}", f"kv{self.kv_heads}"]
         sizes += [f"q{_bound(self.q_len)}", f"k{_bound(self.k_len)}"]
+        sizes += [f"{name}{_bound(code)}" for name, code in zip(("tq", "tk"), self.totals, strict=False)]
         return " ".join([*sizes, *(f"p{code}" for code in self.params)])
 
     def distance(self, other: Bucket) -> float:
         """Sum of log2 ratios over the sizes; 0 for the same bucket."""
         codes = [(self.batch, other.batch), (self.q_len, other.q_len), (self.k_len, other.k_len)]
-        codes += zip(self.params, other.params, strict=True)
+        codes += zip(self.params + self.totals, other.params + other.totals, strict=True)
         heads = abs(math.log2(self.heads / other.heads)) + abs(math.log2(self.kv_heads / other.kv_heads))
         return heads + sum(abs(a - b) for a, b in codes)
 

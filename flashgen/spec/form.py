@@ -144,6 +144,8 @@ RECORD: dict[str, Any] = {
         "q_len": _COUNT,
         "k_len": _COUNT,
         "params": PARAMS,
+        "total_q": Absent(_COUNT),
+        "total_k": Absent(_COUNT),
     },
     "family": Text(),
     "config": CONFIG,

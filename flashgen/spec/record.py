@@ -313,7 +313,16 @@ def rank_hints(
 
 def _sizes(workload: Workload) -> tuple[float, ...]:
     params = (value for _, value in workload.params)
-    return (workload.batch, workload.heads, workload.kv_heads, workload.q_len, workload.k_len, *params)
+    totals = (workload.total_q, workload.total_k)
+    return (
+        workload.batch,
+        workload.heads,
+        workload.kv_heads,
+        workload.q_len,
+        workload.k_len,
+        *totals,
+        *params,
+    )
 
 
 def _size_distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:

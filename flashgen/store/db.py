@@ -21,7 +21,7 @@ from sqlalchemy.pool import StaticPool
 
 from flashgen.errors import InvalidArgument, StoreError
 from flashgen.spec import form
-from flashgen.spec.attention import Bucket, Workload
+from flashgen.spec.attention import Bucket, Workload, length_code
 from flashgen.spec.config import Config
 from flashgen.spec.record import (
     CANDIDATES,
@@ -287,8 +287,11 @@ class TuningDB:
         wanted, held = workload.bucket(), []
         for name, batch, heads, kv_heads, q_len, k_len, admission, params_json, count in self._rows(query):
             try:
-                params = replace(workload, params=_pairs(params_json)).bucket().params
-                distance = wanted.distance(Bucket(batch, heads, kv_heads, q_len, k_len, params))
+                params, totals = _numbers(params_json)
+                codes_of_params = replace(workload, params=params).bucket().params
+                codes_of_totals = tuple(map(length_code, totals.values()))
+                sizes = (batch, heads, kv_heads, q_len, k_len)
+                distance = wanted.distance(Bucket(*sizes, codes_of_params, codes_of_totals))
             except NO_RECORD:
                 continue  # these rows are no records
             held.append((distance, str(name), str(admission), int(count)))
@@ -422,7 +425,7 @@ def _rows(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         "target": target.key,
         "kernel": kernel["id"],
         **{name: getattr(workload, name) for name in SIZES},
-        "params_json": json.dumps(dict(workload.params)),
+        "params_json": json.dumps({**dict(workload.params), **_totals(workload)}),
         "status": measured.status.value,
         "reason": measured.reason,
         **{name: getattr(measured, name) for name in OUTCOME},
@@ -509,12 +512,29 @@ def _config(family: str, config_json: str) -> Config:
 def _workload(
     spec: str, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, params_json: str
 ) -> Workload:
-    return Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, _pairs(params_json))
+    params, totals = _numbers(params_json)
+    return Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, params, **totals)
+
+
+# Totals of packed sequences stand among the parameters, by names that no parameter has: columns of their own
+# would cost every database a migration for the few rows that have any.
+_TOTALS = {"total.q": "total_q", "total.k": "total_k"}
+
+
+def _totals(workload: Workload) -> dict[str, int]:
+    return {name: getattr(workload, own) for name, own in _TOTALS.items()} if workload.spec.packed else {}
 
 
 @lru_cache(maxsize=256)
-def _pairs(params_json: str) -> tuple[tuple[str, float], ...]:
-    return tuple(form.checked(json.loads(params_json), form.PARAMS, "params").items())
+def _numbers(params_json: str) -> tuple[tuple[tuple[str, float], ...], dict[str, int]]:
+    """Parameters, and totals by their names in a workload."""
+    pairs = form.checked(json.loads(params_json), form.PARAMS, "params").items()
+    totals = {
+        own: form.checked(dict(pairs)[name], form.Number(), name)
+        for name, own in _TOTALS.items()
+        if name in dict(pairs)
+    }
+    return tuple(pair for pair in pairs if pair[0] not in _TOTALS), totals
 
 
 @lru_cache(maxsize=64)

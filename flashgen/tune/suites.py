@@ -6,7 +6,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,18 @@ def workloads_from_args(
         )
         for dim, each, length in itertools.product(_several(head_dim), parsed, _several(seq))
     )
+
+
+def packed(workload: Workload, tokens: int) -> Workload:
+    """Its sequences packed, of so many queries together and of keys in proportion: those of a workload of one
+    length for all are the longest ones.
+
+    Raises:
+        InvalidArgument: sequences of that length do not hold so many.
+    """
+    keys = tokens if workload.q_len == workload.k_len else -(-tokens * workload.k_len // workload.q_len)
+    spec = replace(workload.spec, addressing="varlen")
+    return replace(workload, spec=spec, total_q=tokens, total_k=keys)
 
 
 def _check_sizes(name: str, sizes: Iterable[int]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from flashgen.build.arguments import FACTS, call_facts, facts_code, flatten
-from flashgen.codegen.abi import environment_names
+from flashgen.build.arguments import FACTS, call_facts, facts_code, flatten, flatten_packed
+from flashgen.codegen.abi import PACKED, environment_names
 from flashgen.errors import InvalidArgument
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
@@ -184,3 +185,18 @@ def test_the_fast_answer_is_never_more_than_the_exact_one() -> None:
     for q, k, v, out in product(choices, repeat=4):
         env = env_of({"q": q, "k": k, "v": v, "out": out})
         assert facts_code(env, 2) == _exact_code(env, 2, ())
+
+
+def test_packed_sequences_are_one_sequence_of_all_tokens() -> None:
+    spec = AttentionSpec(64, 32, "bf16", masks.sliding_window(5, 7).rule, return_lse=True)
+    q, k, v, out = (x[0].transpose(0, 1) for x in make(1, dim_v=32))
+    lse, cu_q, cu_k = torch.empty(8, 32), torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    env = flatten_packed(q, k, v, out, lse, cu_q, cu_k, 0.5, (5, 7))
+    dense = flatten(*(x[None] for x in (q, k, v, out)), lse, 0.5, (5, 7), layout="bshd")
+    values, same = named(replace(spec, addressing="varlen"), env), named(spec, dense)
+    unused = {f"{tensor}.stride.batch" for tensor in ("q", "k", "v", "out")}  # of an axis of one
+    assert {name: values[name] for name in same.keys() - unused} == {
+        name: same[name] for name in same.keys() - unused
+    }
+    assert [values[name] for name in PACKED] == [cu_q.data_ptr(), cu_k.data_ptr(), 3]
+    assert facts_code(env, 2) == facts_code(dense, 2) == 0

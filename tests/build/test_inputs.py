@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules
+from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules, packed_lengths
 from flashgen.errors import InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import causal, document, full, key_padding, sliding_window
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import softcap
-from flashgen.tune.suites import make_workload
+from flashgen.tune.suites import make_workload, packed
 
 SIZES = {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 96, "k_len": 160, "batch": 3}
 
@@ -118,3 +118,38 @@ def test_facts_of_fresh_tensors_need_no_memory() -> None:
     assert contiguous_facts(workload) == CallFacts("aligned", tma=True)
     huge = make_workload(mask=full(), dtype="bf16", **SIZES | {"k_len": 2**23, "heads": 64, "kv_heads": 64})
     assert contiguous_facts(huge) == CallFacts("aligned", tma=True, wide=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 70, 70), (16, 4096, 16384), (16, 4096, 5000), (16, 4096, 65536), (9, 5, 3), (700, 8, 1000)]
+)
+def test_packed_lengths_are_those_of_the_workload(sizes: tuple[int, int, int]) -> None:
+    count, longest, total = sizes
+    dense = make_workload(
+        mask=full(), dtype="bf16", **SIZES | {"batch": count, "q_len": longest, "k_len": longest}
+    )
+    work = packed(dense, total)
+    q_lengths, k_lengths = packed_lengths(work)
+    assert torch.equal(q_lengths, k_lengths), "of one size"
+    assert len(q_lengths) == count and int(q_lengths.sum()) == total
+    assert int(q_lengths.min()) >= 0 and int(q_lengths.max()) == min(longest, total)
+    assert all(map(torch.equal, packed_lengths(work), packed_lengths(work)))
+    if (longest, total) == (4096, 16384):
+        assert len(q_lengths.unique()) > 10, "they differ"
+
+
+def test_packed_inputs() -> None:
+    dense = make_workload(mask=key_padding(), dtype="fp32", **SIZES)
+    work = packed(dense, 200)
+    assert (work.total_q, work.total_k) == (200, 334)
+    inputs = make_inputs(work, "cpu", "bhsd")
+    assert inputs.packed is not None and inputs.layout == "bshd"
+    assert (inputs.q.shape, inputs.k.shape) == ((1, 200, 4, 64), (1, 334, 2, 64))
+    for cu, lengths, total in zip(inputs.packed, packed_lengths(work), (200, 334), strict=True):
+        assert cu.dtype is torch.int32 and torch.equal(cu.diff(), lengths)
+        assert (int(cu[0]), int(cu[-1])) == (0, total)
+    q_lengths, k_lengths = packed_lengths(work)
+    assert torch.equal(q_lengths.argsort(), k_lengths.argsort()), "more queries, more keys"
+    assert inputs.mask.tensors[0].shape == (3,)
+    assert "packed lengths" in inputs.density and "[k/2, k]" in inputs.density
+    assert contiguous_facts(work) == CallFacts()

@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler to
 pytestmark = needs_compiler
 
 STREAM = 0x7FFF_1234_5678
-Q, K, V, OUT, LSE = (0x7F00_0000_0000 + i * 0x1_0000_0000 for i in range(5))
+Q, K, V, OUT, LSE, CU = (0x7F00_0000_0000 + i * 0x1_0000_0000 for i in range(6))
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +85,7 @@ def make_env(spec: AttentionSpec, **changes: float) -> tuple[float, ...]:
             values[f"{tensor}.stride.{axis}"] = stride
     values |= {"batch": 2, "heads": 8, "kv_heads": 2, "heads_per_kv": 4, "q_len": 300, "k_len": 500}
     values |= {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "scale": 0.125}
+    values |= {"cu_q": CU, "cu_k": CU + 64, "sequences": 3}
     names = environment_names(spec)
     values |= {name: 1000 + i for i, name in enumerate(names) if name.startswith(("param", "operand"))}
     values |= {name.replace("_stride_", ".stride."): value for name, value in changes.items()}
@@ -467,3 +468,38 @@ def test_without_a_driver_the_message_says_what_is_missing(cuda: FakeCuda) -> No
     cuda.set("fake_devices", 0)
     with pytest.raises(LaunchFailed, match=r"initialising the CUDA driver: cuInit gave CUDA_ERROR_NO_DEVICE"):
         Driver(str(cuda.lib._name))
+
+
+def test_descriptors_of_packed_sequences_have_two_axes_of_rows(cuda: FakeCuda) -> None:
+    """Element (outer, head, inner) is of row outer + inner - box, after a move and another shape too."""
+    spec = replace(CAUSAL, addressing="varlen")
+    artifact = make_artifact(spec, "tma")
+    cuda.expect_kernel(artifact)
+    kernel = Kernel(artifact, on=cuda.driver)
+    one = {"batch": 1, "q_len": 300, "k_len": 500}
+
+    def launched(**changes: int) -> dict[str, dict[str, object]]:
+        kernel.launch(make_env(spec, **one | changes), STREAM)
+        return maps_of(artifact, cuda)
+
+    maps = launched()
+    assert cuda.config()["grid"] == ((300 // 128 + 3) * 8, 1, 1)
+    # make_env's heads lie rows * 128 apart, and its rows 128 elements of 2 bytes.
+    assert maps["Q"]["dims"] == (128, 128, 8, 300 + 128) and maps["K"]["dims"] == (128, 64, 2, 500 + 64)
+    assert maps["Q"]["strides"] == (256, 300 * 256, 256) and maps["K"]["strides"] == (256, 500 * 256, 256)
+    assert maps["Q"]["address"] == Q - 128 * 256 and maps["K"]["address"] == K - 64 * 256
+    assert launched(v=V + 64)["V"]["address"] == V + 64 - 64 * 256, "moved"
+    wide = launched(k_stride_row=256)
+    assert wide["K"]["address"] == K - 64 * 512 and wide["K"]["strides"] == (512, 500 * 256, 512)
+    assert launched(k=K + 64)["K"]["address"] == K + 64 - 64 * 256, "kept as first encoded, and moved"
+    assert launched(k=K + 128, k_stride_row=256)["K"]["address"] == K + 128 - 64 * 512
+
+
+def test_a_chunk_of_packed_sequences_begins_at_its_dims(cuda: FakeCuda) -> None:
+    spec = AttentionSpec(96, 96, "bf16", addressing="varlen")
+    artifact = make_artifact(spec, "tma")
+    cuda.expect_kernel(artifact)
+    Kernel(artifact, on=cuda.driver).launch(make_env(spec, batch=1), STREAM)
+    maps = maps_of(artifact, cuda)
+    assert maps["K_0"]["address"] == K - 64 * 192 and maps["K_64"]["address"] == K - 64 * 192 + 128
+    assert maps["K_64"]["dims"] == (32, 64, 2, 500 + 64)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.build import reference
-from flashgen.build.reference import OnlineState, attention_reference, online_attention
+from flashgen.build.reference import OnlineState, attention_reference, online_attention, packed_reference
 from flashgen.errors import InvalidArgument
 from flashgen.spec.masks import Mask, causal, document, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import Rule
@@ -241,3 +241,35 @@ def test_blocks_must_rise():
     for splits in ([3, 2], [12], [-1]):
         with pytest.raises(InvalidArgument, match="splits="):
             online_attention(q, k, v, splits)
+
+
+def test_packed_sequences_are_blocks_of_a_diagonal() -> None:
+    q_lengths, k_lengths = (4, 0, 3, 7), (5, 2, 0, 6)
+    q, k, v = (torch.randn(n, h, 16) for n, h in ((14, 4), (13, 2), (13, 2)))
+    cu_q, cu_k = ([sum(each[:n]) for n in range(5)] for each in (q_lengths, k_lengths))
+    mask = sliding_window(2, 1)
+    out, lse = packed_reference(q, k, v, cu_q, cu_k, mask=mask, dtype=torch.float64)
+    of_q, of_k = (torch.repeat_interleave(torch.arange(4), torch.tensor(n)) for n in (q_lengths, k_lengths))
+    at_q = (
+        torch.arange(14)
+        - torch.tensor(cu_q)[of_q]
+        + (torch.tensor(k_lengths) - torch.tensor(q_lengths))[of_q]
+    )
+    at_k = torch.arange(13) - torch.tensor(cu_k)[of_k]
+    apart = at_q[:, None] - at_k
+    keep = (of_q[:, None] == of_k) & (apart <= 2) & (-apart <= 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) / 4
+    scores = scores.masked_fill(~keep, -math.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    expected = torch.einsum("hqk,khd->qhd", weights, v.double().repeat_interleave(2, 1))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+def test_rules_know_which_packed_sequence_they_are_asked_for() -> None:
+    q, k, v = (torch.randn(6, 2, 16) for _ in range(3))
+    lengths = torch.tensor([1, 3], dtype=torch.int32)
+    out, _ = packed_reference(q, k, v, [0, 3, 6], [0, 3, 6], mask=key_padding(lengths))
+    torch.testing.assert_close(out[:3], v[:1].expand(3, -1, -1))
+    alone, _ = attention_reference(*(x[3:].transpose(0, 1)[None] for x in (q, k, v)))
+    torch.testing.assert_close(out[3:], alone[0].transpose(0, 1))

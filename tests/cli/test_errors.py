@@ -288,6 +288,12 @@ def test_a_setting_that_is_not_allowed_is_one_line_and_a_finding() -> None:
     assert done.stderr.splitlines()[-1].startswith(f"flashgen.errors.InvalidArgument: {told}")
 
 
+def test_the_setting_that_checks_values_is_0_or_1() -> None:
+    done = in_a_process("import flashgen; flashgen.attention", FLASHGEN_CHECK="yes")
+    assert "FLASHGEN_CHECK='yes' must be 0 or 1. Correct it or unset it" in done.stderr
+    assert not in_a_process("import flashgen; flashgen.attention", FLASHGEN_CHECK="1").stderr
+
+
 def test_a_file_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

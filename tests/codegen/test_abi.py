@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -84,5 +85,32 @@ def test_a_grid_that_no_family_has_is_refused() -> None:
         replace(PACKED, grid=Grid("persistent", 32, 0))
     with pytest.raises(InvalidArgument, match=r"grid.pack=65 "):
         replace(PACKED, grid=Grid("persistent", 32, 65))
-    with pytest.raises(UnknownName, match="known: key_tiles, persistent, row_tiles"):
+    with pytest.raises(
+        UnknownName, match="known: key_tiles, packed_persistent, packed_row_tiles, persistent, row_tiles"
+    ):
         replace(PACKED, grid=Grid("tiles", 32, 4))
+
+
+@pytest.mark.parametrize("block_m", [1, 16, 48, 128])
+def test_tiles_of_packed_sequences_are_enough_and_one_too_many_at_most(block_m: int) -> None:
+    """Every place of the grid is of one sequence, found by where sequences begin; see `Grid`."""
+    random = Random(block_m)
+    for _ in range(200):
+        lengths = [
+            random.choice((0, 1, 15, 16, 17, 47, 48, 128, 129, 1000)) for _ in range(random.randint(1, 9))
+        ]
+        begins = [sum(lengths[:n]) for n in range(len(lengths))]
+        places = Grid("packed_row_tiles", block_m).blocks(len(lengths), 1, sum(lengths), SMS)
+        found = [
+            sum(begin // block_m + s <= place for s, begin in enumerate(begins)) - 1
+            for place in range(places)
+        ]
+        for s, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            needed = -(-length // block_m)
+            assert needed <= found.count(s) <= needed + 1
+            rows = [
+                needed - 1 - (place - begin // block_m - s) for place in range(places) if found[place] == s
+            ]
+            assert sorted(row for row in rows if row >= 0) == list(range(needed)), "each tile once"
+    assert Grid("packed_persistent", block_m, 4, 2).blocks(3, 8, 10**6, SMS) == 2 * SMS
+    assert Grid("packed_row_tiles", 128, 4).blocks(3, 8, 1000, SMS) == (7 + 3) * 2

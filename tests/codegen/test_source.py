@@ -18,6 +18,7 @@ from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render, write
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.target import find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
@@ -56,6 +57,21 @@ SAMPLES = {
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
     ),
     "split_keys": source(AttentionSpec(64, 64, "bf16", masks.causal().rule), "m16n64w4s2k16_tma_heads"),
+    "varlen": source(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, addressing="varlen", return_lse=True),
+        "m128n64w4s2_tma_heads",
+    ),
+    "varlen_pointer": source(
+        AttentionSpec(64, 64, "fp16", masks.document().rule, addressing="varlen"), "m64n64w4s3_pointer_rows"
+    ),
+    "sm90_varlen": sm90(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, addressing="varlen", return_lse=True),
+        "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic",
+    ),
+    "sm90_varlen_plain": sm90(
+        AttentionSpec(96, 96, "bf16", addressing="varlen", return_lse=True),
+        "c1x1n64s2g4p4_late_always_tree_row_plain",
+    ),
     "sm90_causal": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"
     ),
@@ -317,3 +333,24 @@ def test_copies_by_tma_have_the_names_of_the_toolchain(triton: str, load: str, s
     config = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
     text = source(CAUSAL, config, Toolchain(triton), SM90).text
     assert set(re.findall(r"tma\.(async_\w+)", text)) == {load, store}
+
+
+@pytest.mark.parametrize("config", ["m16n64w4s2k16_tma_heads", "m128n64w4s2_tma_heads"])
+def test_packed_sequences_have_no_lists_and_no_splits(config: str) -> None:
+    spec = AttentionSpec(64, 64, "bf16", (masks.causal() & masks.document()).rule, addressing="varlen")
+    found = FAMILY.find(config)
+    made = source(spec, "m64n64w4s2_tma_heads")
+    assert not made.parts and not made.scratch and "classify_tiles" not in made.text
+    reason = FAMILY.fits(found, spec, find_target("nvidia-h200"))
+    assert bool(reason) == ("k16" in config) and ("these are packed" in reason or not reason)
+
+
+def test_8_bit_inputs_are_not_served_packed() -> None:
+    spec = AttentionSpec(64, 64, "e4m3", addressing="varlen")
+    assert "one length of all sequences" in SM90.supports(spec, find_target("nvidia-h200"))
+
+
+def test_a_dense_kernel_knows_nothing_of_packed_sequences() -> None:
+    for name, sample in SAMPLES.items():
+        assert ("CU_Q" in sample.text) == ("varlen" in name) == ("varlen" in sample.name)
+        assert sample.abi(CallFacts()).grid.rule.startswith("packed") == ("varlen" in name)

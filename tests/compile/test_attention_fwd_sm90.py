@@ -354,3 +354,17 @@ def test_nothing_that_compiled_is_refused_and_shared_memory_keeps_within_its_bou
         bound = FAMILY.shared_bytes(config, spec, H200)
         assert bound.least <= row["shared_bytes"] <= bound.most <= H200.shared_per_block, row
         assert row["registers"] <= 65536 // (32 * FAMILY.tiling(config).warps), row
+
+
+@pytest.mark.parametrize(
+    "config", ["c2x1n128s2g4p1_late_lazy_tree_lane_dynamic", "c2x1n64s2g4p4_late_lazy_tree_lane_plain"]
+)
+@pytest.mark.parametrize("rule", [FULL, CAUSAL], ids=str)
+def test_packed_sequences_cost_no_register(rule: Rule, config: str, tmp_path: Path) -> None:
+    """What a kernel reads of each tile's sequence stays out of its loop; all its tiles come and go by TMA."""
+    dense = AttentionSpec(128, 128, "bf16", rule, return_lse=True)
+    packed = build(replace(dense, addressing="varlen"), config, tmp_path)
+    assert packed.registers == build(dense, config, tmp_path).registers
+    code = sass(packed.cubin)
+    assert not spills_in_loops(code)
+    assert len(re.findall(r"UTMALDG", code)) >= 3 and "UTMASTG" in code

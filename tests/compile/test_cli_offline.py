@@ -230,3 +230,29 @@ def test_doctor_finds_a_healthy_database(db: Path) -> None:
     assert found["compiler", "ptxas"]["state"] == "ok"
     assert found["settings", "FLASHGEN_TARGET"]["value"].startswith("not set")
     assert "nothing is broken" in run("doctor", "--db", db).stdout
+
+
+def test_packed_sequences_from_tuning_to_a_bundle(tmp_path: Path) -> None:
+    """One spec, one kernel, whatever the lengths: `--varlen` goes all the way."""
+    packed = ["--varlen", "4096", "--seq", "1024", "--head-dim", "64", "--heads", "4", "--mask", "causal"]
+    where = [*H200, *packed, "--db", tmp_path / "tuning.db"]
+    (tuned,) = run_json("tune", *where, "--trials", "2")["workloads"]
+    winner = tuned["winner"]
+    assert winner["workload"]["spec"]["addressing"] == "varlen"
+    assert (winner["workload"]["batch"], winner["workload"]["total_q"]) == (8, 4096)
+    assert "packed lengths" in winner["density"]
+    explained = run("explain", *where).output
+    assert "packed sequences 8" in explained and "q_len 1024 at most, 4096 together" in explained
+    assert "exact bucket" in explained
+    run("export", *where, "--out", tmp_path / "bundle")
+    assert "every hash is right" in run("verify", tmp_path / "bundle").output
+    shown = run("show", *where, "--config", "default").stdout
+    assert "CU_Q, CU_K" in shown and "def sequence_at" in shown
+
+
+def test_packed_sequences_that_cannot_be_named() -> None:
+    told = run("tune", *H200, "--varlen", "9000", "--seq", "1024", "--batch", "8", code=USAGE).output
+    assert "total_q=9000 must be from 0 to 8192" in told
+    assert "--varlen 0 must be at least 1" in run("tune", *H200, "--varlen", "0", code=USAGE).output
+    assert "leave out --varlen" in run("bench", "--varlen", "4096", "--seq", "1024", code=USAGE).output
+    assert "leave out --varlen" in run("tune", *H200, "--suite", "ci", "--varlen", "4096", code=USAGE).output

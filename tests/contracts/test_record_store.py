@@ -11,6 +11,7 @@ import sample_records as make
 
 from flashgen.bundle.load import Bundle
 from flashgen.bundle.manifest import Manifest, parse
+from flashgen.spec.attention import Workload
 from flashgen.spec.record import CANDIDATES, Record, RecordStore, Status, Versions, rank
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
@@ -266,3 +267,28 @@ def test_c26_a_config_of_another_family_is_another_kernel(store: Open) -> None:
             ("attention_fwd", 50.0),
             ("attention_fwd_ws", 60.0),
         ]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_records_of_packed_sequences_are_found_by_their_totals_too(store: Open, many: bool) -> None:
+    """Also among so many that a store does not read them all."""
+    spec = replace(make.CAUSAL, addressing="varlen")
+
+    def work(total: int) -> Workload:
+        return replace(make.workload(8192, batch=32, spec=spec), total_q=total, total_k=total)
+
+    totals = (8192, 32768, 262144)
+    records = [
+        make.record(
+            10.0 * (1 + i) + number, work=work(total), conf=make.config(stages=1 + i), hash=f"{number:016x}"
+        )
+        for i, total in enumerate(totals)
+        for number in range(200 if many else 1)
+    ]
+    opened = store(*records)
+    for total, best in ((8000, 8192), (30000, 32768), (262144, 262144), (4096, 8192)):
+        found = opened.ranked(work(total), make.H200)
+        assert found[0].workload == work(best)
+    dense = replace(make.workload(8192, batch=32), spec=make.CAUSAL)
+    assert opened.ranked(dense, make.H200) == (), "a dense kernel is another"
+    assert Workload.from_json(work(30000).to_json()) == work(30000)

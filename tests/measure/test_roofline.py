@@ -14,7 +14,7 @@ from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.masks import Mask, causal, full, key_padding, sliding_window
 from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS, Target, find_target
-from flashgen.tune.suites import make_workload
+from flashgen.tune.suites import make_workload, packed
 
 H200 = find_target("nvidia-h200")
 
@@ -139,3 +139,28 @@ def test_every_target_has_a_unit_and_unknown_ones_take_the_nearest_older() -> No
 def test_measured_speeds_of_real_kernels_are_possible() -> None:
     """The fastest kernels known on an H200 (FlashAttention-4: 692 TFLOP/s) are above the floor."""
     assert roofline.flops(sized(full())) / 692e12 * 1e6 > roofline.floor_us(sized(full()), H200)
+
+
+@pytest.mark.parametrize("mask", [full(), causal()], ids=str)
+def test_packed_sequences_count_as_what_they_are(mask: Mask) -> None:
+    from flashgen.build.inputs import packed_lengths
+
+    work = packed(sized(mask), 9000)
+    each = [
+        replace(sized(mask, q_len=length, k_len=length), batch=1)
+        for length in packed_lengths(work)[0].tolist()
+    ]
+    assert len(each) == 4 and roofline.visible(work).keys == pytest.approx(1, rel=1e-3)
+    assert roofline.flops(work) == pytest.approx(sum(map(roofline.flops, each)), rel=2e-3)
+    assert roofline.input_bytes(work) == pytest.approx(sum(map(roofline.input_bytes, each)), rel=1e-3)
+
+
+def test_packed_windows_are_not_told_to_be_more_than_they_are() -> None:
+    """A floor above the truth would refuse true timings."""
+    from flashgen.build.inputs import packed_lengths
+
+    work = packed(replace(sized(sliding_window(1023, 0)), batch=16), 20000)
+    lengths = packed_lengths(work)[0].tolist()
+    each = [replace(sized(sliding_window(1023, 0), n, n), batch=1) for n in lengths if n]
+    exact = sum(map(roofline.flops, each))
+    assert 0.6 * exact < roofline.flops(work) <= 1.01 * exact

@@ -1,0 +1,394 @@
+"""attention_varlen: on the CPU, through the dispatcher, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import dispatch_parts as parts
+import pytest
+import torch
+from torch import Tensor
+
+from flashgen import api
+from flashgen.api import attention, attention_varlen
+from flashgen.build.arguments import FACTS, facts_code, flatten_packed
+from flashgen.codegen.abi import PACKED, environment_names
+from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.runtime import torch_path
+from flashgen.runtime.packed import check_packed
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import Workload
+from flashgen.spec.masks import Mask
+
+Q_LENGTHS, K_LENGTHS = (5, 0, 3, 0, 17), (9, 4, 0, 0, 11)
+
+
+def starts(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([sum(lengths[:n]) for n in range(len(lengths) + 1)], dtype=dtype)
+
+
+def call(
+    q_lengths: tuple[int, ...] = Q_LENGTHS,
+    k_lengths: tuple[int, ...] = K_LENGTHS,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dims: tuple[int, int] = (32, 32),
+    dtype: torch.dtype = torch.float32,
+) -> list[Any]:
+    """The positional arguments."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    q, k = normal(sum(q_lengths), heads, dims[0]), normal(sum(k_lengths), kv_heads, dims[0])
+    v = normal(sum(k_lengths), kv_heads, dims[1])
+    return [q, k, v, starts(q_lengths), starts(k_lengths), max(q_lengths), max(k_lengths)]
+
+
+DOCUMENTS = torch.arange(11).expand(5, 11) // 3
+KEEP = torch.arange(5 * 11).view(5, 11) % 3 > 0
+CASES: dict[str, tuple[Mask | None, Any]] = {
+    "full": (None, None),
+    "causal": (masks.causal(), None),
+    "window and cap": (masks.causal() & masks.sliding_window(3, 0), score_mods.softcap(2.0)),
+    "key padding": (masks.key_padding(torch.tensor([3, 4, 0, 0, 7])), None),
+    "kept keys": (masks.causal() & masks.key_padding(KEEP), None),
+    "documents": (masks.document(DOCUMENTS), None),
+}
+
+
+def of_sequence(mask: Mask | None, number: int, k_len: int) -> Mask | None:
+    """The mask of one sequence alone, with its own rows of the operands."""
+    if mask is None or not mask.tensors:
+        return mask
+    own = (t[number : number + 1] if t.dim() == 1 else t[number : number + 1, :k_len] for t in mask.tensors)
+    return replace(mask, tensors=tuple(own))
+
+
+def one_by_one(arguments: list[Any], mask: Mask | None, score_mod: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, cu_q, cu_k, *_ = arguments
+    outs, lses = [], []
+    for s in range(len(cu_q) - 1):
+        of_q, of_k = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        tensors = [x[rows][None] for x, rows in ((q, of_q), (k, of_k), (v, of_k))]
+        if not tensors[1].numel():
+            outs.append(v.new_zeros(tensors[0].shape[1], q.shape[1], v.shape[2]))
+            lses.append(torch.full((q.shape[1], tensors[0].shape[1]), -math.inf))
+            continue
+        own = of_sequence(mask, s, tensors[1].shape[1])
+        out, lse = attention(*tensors, mask=own, score_mod=score_mod, layout="bshd", return_lse=True)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dims", [(32, 32), (40, 16)], ids=str)
+def test_cpu_tensors_get_each_sequence_alone(case: str, dims: tuple[int, int]) -> None:
+    mask, mod = CASES[case]
+    arguments = call(dims=dims)
+    out, lse = attention_varlen(*arguments, mask=mask, score_mod=mod, return_lse=True)
+    expected, expected_lse = one_by_one(arguments, mask, mod)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert lse.dtype is torch.float32 and lse.shape == (4, sum(Q_LENGTHS))
+
+
+def test_c05_an_empty_side_gives_zero_and_minus_infinity() -> None:
+    out, lse = attention_varlen(*call(), return_lse=True)
+    assert (out[5:8] == 0).all() and (lse[:, 5:8] == -math.inf).all() and lse[:, :5].isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [((0, 0), (3, 4)), ((3, 4), (0, 0)), ((), ())], ids=str)
+def test_calls_without_anything(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    q, k, v, cu_q, cu_k, *_ = call(*(each or (0,) for each in lengths))
+    cu_q, cu_k = cu_q[: len(lengths[0]) + 1], cu_k[: len(lengths[1]) + 1]
+    out, lse = attention_varlen(q, k, v, cu_q, cu_k, 4, 4, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
+    assert lse.shape == (4, q.shape[0])
+
+
+def test_int64_places_and_lengths_that_are_no_int() -> None:
+    arguments = call()
+    expected = attention_varlen(*arguments)
+    wide = [*arguments[:3], arguments[3].long(), arguments[4].long(), torch.tensor(17), 4000]
+    assert torch.equal(attention_varlen(*wide), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_c05_gradients_flow_within_a_sequence_alone(case: str) -> None:
+    mask, mod = CASES[case]
+    arguments = call()
+    ours = [x.clone().requires_grad_() for x in arguments[:3]]
+    theirs = [x.clone().requires_grad_() for x in arguments[:3]]
+    out = attention_varlen(*ours, *arguments[3:], mask=mask, score_mod=mod)
+    expected, _ = one_by_one([*theirs, *arguments[3:]], mask, mod)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((out * weight).sum(), ours)
+    wanted = torch.autograd.grad((expected * weight).sum(), theirs)
+    for ours_, theirs_ in zip(found, wanted, strict=True):
+        assert ours_.isfinite().all()
+        torch.testing.assert_close(ours_, theirs_, atol=1e-5, rtol=1e-5)
+    assert (found[1][9:13] == 0).all(), "keys of a sequence without queries"
+
+
+def test_c41_the_output_has_the_order_of_q() -> None:
+    q, *rest = call(dims=(32, 16))
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    for grad in (False, True):
+        out = attention_varlen(turned.clone().requires_grad_(grad), *rest)
+        assert out.stride() == torch.empty(4, len(q), 16).transpose(0, 1).stride()
+
+
+# What is refused
+
+GOOD = call()
+Q, K, V, CU_Q, CU_K, MAX_Q, MAX_K = range(7)
+
+
+def changed(**named: Any) -> Callable[[], list[Any]]:
+    places = {"q": Q, "k": K, "v": V, "cu_q": CU_Q, "cu_k": CU_K, "max_q": MAX_Q, "max_k": MAX_K}
+    return lambda: [named.get(name, GOOD[at]) for name, at in places.items()]
+
+
+REFUSED: dict[str, Callable[[], list[Any]]] = {
+    r"q has 4 dimensions, .*; it must be \(tokens, heads, head_dim\)": changed(q=GOOD[Q][None]),
+    r"k must be a tensor \(tokens, heads, head_dim\), not None": changed(k=None),
+    r"k.dtype=torch.float16 must be that of q": changed(k=GOOD[K].half()),
+    r"q.dtype=torch.float8_e4m3fn is not served packed; convert": changed(
+        **{name: GOOD[at].to(torch.float8_e4m3fn) for name, at in (("q", Q), ("k", K), ("v", V))}
+    ),
+    r"v has length 23, it must be k's 24: q \(25, 4, 32\)": changed(v=GOOD[V][:-1]),
+    r"q has 4 heads, which must be a multiple of the 3 heads": changed(
+        k=GOOD[K].repeat(1, 2, 1)[:, :3], v=GOOD[V].repeat(1, 2, 1)[:, :3]
+    ),
+    r"k has head_dim 16, it must be q's 32": changed(k=GOOD[K][..., :16]),
+    r"cu_seqlens_q must be an int32 tensor \(sequences \+ 1,\) on cpu, not \[0, 25\]": changed(cu_q=[0, 25]),
+    r"cu_seqlens_k is a tensor of torch.float32 \(6,\); it must be int32 \(or int64\)": changed(
+        cu_k=GOOD[CU_K].float()
+    ),
+    r"cu_seqlens_q is a tensor of torch.int32 \(1, 6\)": changed(cu_q=GOOD[CU_Q][None]),
+    r"cu_seqlens_q is a tensor of torch.int32 \(0,\)": changed(cu_q=GOOD[CU_Q][:0]),
+    r"cu_seqlens_k.device=meta must be that of q, cpu; move": changed(cu_k=GOOD[CU_K].to("meta")),
+    r"cu_seqlens_q has 6 entries and cu_seqlens_k 5": changed(cu_k=GOOD[CU_K][:5]),
+    r"cu_seqlens_q begins with 1; the first sequence begins at 0": changed(
+        cu_q=torch.tensor([1, 5, 5, 8, 8, 25], dtype=torch.int32)
+    ),
+    r"cu_seqlens_k decreases from 13 to 12 at sequence 2": changed(
+        cu_k=torch.tensor([0, 9, 13, 12, 13, 24], dtype=torch.int32)
+    ),
+    r"cu_seqlens_q ends with 24, and q has 25 tokens": changed(
+        cu_q=torch.tensor([0, 5, 5, 8, 8, 24], dtype=torch.int32)
+    ),
+    r"sequence 4 of cu_seqlens_q has 17 tokens, more than max_seqlen_q=16": changed(max_q=16),
+    r"max_seqlen_k=4 is too small: 5 sequences of so many hold 20 tokens, and k has 24": changed(max_k=4),
+    r"max_seqlen_q=-1 must be an int from 0": changed(max_q=-1),
+    r"max_seqlen_q=True must be an int": changed(max_q=True),
+    r"max_seqlen_k=17.0 must be an int": changed(max_k=17.0),
+    r"max_seqlen_k=None must be an int": changed(max_k=None),
+    r"max_seqlen_q is a tensor of torch.int64 \(\) on meta, and reading it waits for the GPU; give an int": (
+        changed(max_q=torch.tensor(17, device="meta"))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        attention_varlen(*REFUSED[message]())
+
+
+def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"key_lengths .* shape \(4,\); axis 0 counts batch, which is 5"
+    ):
+        attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(4, dtype=torch.int64)))
+    with pytest.raises(InvalidArgument, match=r"axis 1 counts k_len, which is 11"):
+        attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(5, 24, dtype=torch.bool)))
+    with pytest.raises(InvalidArgument, match="return_lse=1 must be True or False"):
+        attention_varlen(*GOOD, return_lse=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="scale=nan"):
+        attention_varlen(*GOOD, scale=math.nan)
+
+
+def test_fake_tensors_are_refused_with_the_reason() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in GOOD]
+        with pytest.raises(InvalidArgument, match="takes plain tensors, not FakeTensor"):
+            attention_varlen(*fakes)
+
+
+# Through the dispatcher
+
+
+def dispatched(made: parts.Parts, arguments: list[Any], mask: Any = None, **named: Any) -> Any:
+    options = {"score_mod": None, "scale": None, "return_lse": False} | named
+    return made.dispatcher.attention_varlen(*arguments, mask, *options.values())
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_launches_a_kernel_with_its_environment(case: str, return_lse: bool) -> None:
+    mask, mod = CASES[case]
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments, mask, score_mod=mod, return_lse=return_lse)
+    (kernel,) = made.loads.kernels
+    spec = kernel.request.workload.spec
+    assert spec.addressing == "varlen" and kernel.config.family in ("attention_fwd", "attention_fwd_sm90")
+    (env,) = kernel.launches
+    values = dict(zip(environment_names(spec), env, strict=True))
+    assert [values[name] for name in PACKED] == [arguments[CU_Q].data_ptr(), arguments[CU_K].data_ptr(), 5]
+    assert (values["batch"], values["q_len"], values["k_len"]) == (1, 25, 24)
+    assert (values["q.stride.row"], values["q.stride.head"], values["k.stride.row"]) == (128, 32, 64)
+    assert (values["lse"] != 0) == return_lse
+    work = kernel.request.workload
+    assert (work.batch, work.q_len, work.k_len, work.total_q, work.total_k) == (5, 17, 11, 25, 24)
+
+
+def test_one_plan_serves_all_lengths_of_a_bucket() -> None:
+    made = parts.make()
+    for lengths in ((5, 0, 3, 0, 17), (8, 1, 2, 1, 13), (17, 2, 2, 2, 2)):
+        dispatched(made, [*call(lengths, dtype=torch.float16)[:5], 17, 11])
+    assert made.dispatcher.resolves == 1 and len(made.loads.kernels[0].launches) == 3
+    dispatched(made, call((5, 0, 3, 0, 17, 0, 0, 0, 0), (9, 4, 0, 0, 11, 0, 0, 0, 0), dtype=torch.float16))
+    dispatched(made, [*call(dtype=torch.float16)[:5], 40, 11])
+    assert made.dispatcher.resolves == 3
+
+
+def test_a_dense_call_and_a_packed_one_have_plans_of_their_own() -> None:
+    made = parts.make()
+    dispatched(made, call(dtype=torch.bfloat16))
+    made.call(*parts.tensors(5, 4, 2, 17, 11, 32))
+    assert [kernel.request.workload.spec.addressing for kernel in made.loads.kernels] == ["varlen", "dense"]
+
+
+@pytest.mark.parametrize("mask", [masks.causal(), masks.sliding_window(100, 3)], ids=str)
+def test_warmup_has_the_key_that_calls_have(mask: Mask) -> None:
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16, dims=(64, 32))
+    checked = check_packed(*arguments, mask, None, None, True)
+    out = torch_path.empty_output(arguments[Q], "bshd", 32)
+    env = flatten_packed(*arguments[:3], out, out, *arguments[3:5], 1.0, mask.values)
+    made.dispatcher.warm(checked.workload(), FACTS[facts_code(env, 2)], -1)
+    before = made.dispatcher.resolves
+    dispatched(made, arguments, mask, return_lse=True)
+    assert made.dispatcher.resolves == before and made.loads.launched
+
+
+def test_wrong_arguments_raise_on_every_call_not_on_a_miss_alone() -> None:
+    made = parts.make()
+    good = call(dtype=torch.bfloat16)
+    dispatched(made, good)
+    for at, bad in ((V, good[V][:-1]), (CU_K, good[CU_K][:4]), (MAX_Q, 2), (MAX_K, None), (CU_Q, None)):
+        with pytest.raises(InvalidArgument):
+            dispatched(made, [*good[:at], bad, *good[at + 1 :]])
+    assert len(made.loads.kernels[0].launches) == 1
+
+
+def test_places_are_looked_at_where_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(
+        "flashgen.runtime.packed._check_starts", lambda *arguments: looked.append(arguments[2])
+    )
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments)
+    dispatched(made, arguments)
+    seen = len(looked)  # on a CPU the miss has looked; the hit has not
+    assert seen == 2
+    made.dispatcher._check_values = True
+    dispatched(made, arguments)
+    assert looked[seen:] == [25, 24]
+
+
+def test_where_a_kernel_cannot_run_torch_computes_each_sequence() -> None:
+    loads = parts.Loads()
+    made = parts.make(loads=loads)
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments)
+    loads.kernels[0].failure = parts.refused(1, "no")
+    out, lse = dispatched(made, arguments, return_lse=True)
+    del out, lse
+    out = dispatched(made, arguments)
+    expected, _ = one_by_one([x.float() if at < 3 else x for at, x in enumerate(arguments)], None, None)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_c21_in_a_capture_without_a_kernel_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = check_packed(*call(), None, None, None, False)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(LaunchFailed, match=r"a CUDA graph is being captured .*flashgen\.warmup"):
+        checked.starts()
+
+
+def test_a_workload_of_packed_sequences_checks_itself() -> None:
+    spec = replace(check_packed(*call(), None, None, None, False).workload().spec)
+    assert Workload(spec, 5, 4, 2, 17, 11, (), 25, 24).name == "b5h4kv2q17k11_of25k24"
+    assert Workload(spec, 5, 4, 2, 17, 11, (), 25, 24).bucket().text == "b8 h4 kv2 q32 k16 tq32 tk32"
+    with pytest.raises(InvalidArgument, match=r"total_q=86 must be from 0 to 85: batch=5 sequences"):
+        Workload(spec, 5, 4, 2, 17, 11, (), 86, 24)
+    with pytest.raises(InvalidArgument, match="only addressing='varlen' has totals"):
+        Workload(replace(spec, addressing="dense"), 5, 4, 2, 17, 11, (), 25, 24)
+    with pytest.raises(InvalidArgument, match="addressing='paged' is not served; allowed: dense, varlen"):
+        replace(spec, addressing="paged")
+
+
+def test_it_is_a_name_of_the_package() -> None:
+    import flashgen
+
+    assert flashgen.attention_varlen is api.attention_varlen
+
+
+def test_explain_tells_of_packed_sequences() -> None:
+    q, k, v, cu_q, cu_k, max_q, max_k = call()
+    named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    told = str(api.explain(q, k, v, mask="causal", **named))
+    assert "packed sequences 5" in told and "q_len 17 at most, 25 together" in told and "reference" in told
+    needing = str(api.explain(q.clone().requires_grad_(), k, v, **named))
+    assert "runs torch, one sequence after the other" in needing
+    with pytest.raises(InvalidArgument, match="a call has only one kind"):
+        api.explain(q, k, v, layout="bshd", **named)
+    with pytest.raises(InvalidArgument, match="cu_seqlens_k must be an int32 tensor"):
+        api.explain(q, k, v, cu_seqlens_q=cu_q)
+
+
+def test_the_dispatcher_explains_without_a_launch() -> None:
+    made = parts.make()
+    checked = check_packed(*call(dtype=torch.bfloat16), masks.causal(), None, None, False)
+    told = made.dispatcher.explain(checked, 0)
+    assert told.family == "attention_fwd_sm90" and not made.loads.launched
+
+
+def test_callables_mean_what_named_rules_do() -> None:
+    """Positions count within their sequence, also for what a callable captures."""
+    lengths = (5, 0, 17, 9)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    q, k, v = torch.randn(3, sum(lengths), 4, 32)
+    bias = torch.randn(max(lengths), max(lengths))
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 3)
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[q_idx, kv_idx]
+
+    sizes = (cu, cu, max(lengths), max(lengths))
+    out = attention_varlen(q, k, v, *sizes, mask=near)
+    named = attention_varlen(q, k, v, *sizes, mask=masks.causal() & masks.sliding_window(3, None))
+    torch.testing.assert_close(out, named)
+    out = attention_varlen(q, k, v, *sizes, mask="causal", score_mod=biased)
+    for first, last in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        alone = [each[None, first:last] for each in (q, k, v)]
+        wanted = attention(*alone, mask="causal", score_mod=biased, layout="bshd")
+        torch.testing.assert_close(out[first:last], wanted[0])
+    with pytest.raises(InvalidArgument, match="cannot be traced"):
+        attention_varlen(q, k, v, *sizes, mask=lambda b, h, q_idx, kv_idx: q_idx if q_idx else kv_idx)
