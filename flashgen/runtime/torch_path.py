@@ -123,7 +123,9 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
     lse = None
     with without_autocast(q.device.type):
-        if _says_the_same(call):
+        if k.shape[2] == 0:
+            out, lse = _without_keys(q, k, v)
+        elif _says_the_same(call):
             out = _by_sdpa(call, q, k, v)
         else:
             out, lse = _written_out(call, q, k, v)
@@ -131,6 +133,14 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         out = like_q(out, call.q, call.layout)
     return out, lse if call.return_lse else None
+
+
+def _without_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros, and an LSE of -inf; gradients are zero too. A rule could not even read its operands."""
+    first = q[..., :1]
+    zero = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0) + k.sum() + v.sum()
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
+    return zero.expand(*q.shape[:-1], v.shape[-1]), lse
 
 
 def _each_sequence(

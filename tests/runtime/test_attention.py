@@ -17,6 +17,7 @@ from flashgen import masks, score_mods
 from flashgen.api import attention
 from flashgen.build.reference import attention_reference, evaluate_rule
 from flashgen.runtime import torch_path
+from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
 
@@ -213,8 +214,8 @@ def test_scores_that_are_nan_or_infinite_are_told(mask: str | None, bad: float, 
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("mask", [None, "causal"])
-def test_c04_no_keys_and_no_queries(mask: str | None, gradient: bool) -> None:
+@pytest.mark.parametrize("mask", [None, "causal", masks.document(torch.zeros(2, 0, dtype=torch.int32))])
+def test_c04_no_keys_and_no_queries(mask: Mask | str | None, gradient: bool) -> None:
     q, k, v = draw(q_len=8, k_len=0, head_dim=64, head_dim_v=16)
     for tensor in (q, k, v):
         tensor.requires_grad_(gradient)
