@@ -23,6 +23,7 @@ from flashgen.runtime.checks import (
     Call,
     Given,
     OperandAxes,
+    Reached,
     as_mask,
     as_quantized,
     as_scale,
@@ -517,6 +518,10 @@ def _fit(tensors: tuple[Tensor, ...], wanted: tuple[OperandAxes, ...], env: tupl
         if tensor.dtype is not dtype or len(shape) != len(counts):
             return False
         for extent, entries in zip(shape, counts, strict=True):
+            if isinstance(entries, Reached):
+                if extent < entries.least(env):
+                    return False
+                continue
             for entry in entries:
                 if env[entry] > extent:
                     return False
