@@ -52,6 +52,13 @@ SAMPLES = {
     "documents": source(
         AttentionSpec(64, 64, "bf16", (masks.causal() & masks.document()).rule), "m64n64w4s2_tma_heads"
     ),
+    "prefix_bias": source(
+        AttentionSpec(64, 64, "bf16", masks.prefix_lm().rule, score_mods.bias("hqk", "fp16").rule),
+        "m64n64w4s2_tma_heads",
+    ),
+    "grid_neighborhood": source(
+        AttentionSpec(64, 64, "bf16", masks.neighborhood((32, 48), (7, 7)).rule), "m64n64w4s2_tma_heads"
+    ),
     "interpreter": source(
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
     ),
@@ -73,6 +80,14 @@ SAMPLES = {
     "sm90_documents": sm90(
         AttentionSpec(128, 128, "bf16", (masks.causal() & masks.document()).rule),
         "c2x1n64s4g4p1_late_always_tree_lane_dynamic",
+    ),
+    "sm90_blocks": sm90(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.block_sparse("heads", 128)).rule),
+        "c1x2n64s4g4p1_late_lazy_tree_lane_dynamic",
+    ),
+    "sm90_dilated_alibi": sm90(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.dilated(512, 4)).rule, score_mods.alibi().rule),
+        "c1x2n64s4g4p1_late_lazy_tree_lane_plain",
     ),
     "sm90_e4m3": sm90(
         AttentionSpec(128, 128, "e4m3", masks.causal().rule, return_lse=True),
