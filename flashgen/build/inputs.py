@@ -6,6 +6,7 @@ less power and runs at higher clocks), so the tuner measures on these and the re
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ class Inputs:
     """How the operands came about, as in `Record.density`."""
     quantized: Quantized | None = None
     """What 8-bit q, k and v stand for."""
+    sinks: torch.Tensor | None = None
+    """(heads,) logits."""
 
     def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
@@ -74,10 +77,12 @@ class Inputs:
         values, tensors = values_and_tensors(self.mask, self.score_mod)
         scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
-        if self.quantized is None:
-            return env
-        heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
-        return env + self.quantized.entries(kv_heads, heads // kv_heads)
+        if self.quantized is not None:
+            heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
+            env += self.quantized.entries(kv_heads, heads // kv_heads)
+        if self.sinks is not None:
+            env += (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
+        return env
 
 
 def make_inputs(
@@ -125,7 +130,17 @@ def make_inputs(
         layout=layout,
         density=density(workload),
         quantized=quantized,
+        sinks=_sinks(workload, device, seed),
     )
+
+
+def _sinks(workload: Workload, device: torch.device, seed: int) -> torch.Tensor | None:
+    """As large as the sum of a row's exponentials: they take about half of its weight."""
+    if not workload.spec.sinks:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(workload.heads, generator=generator) + math.log(workload.k_len or 1)
+    return drawn.to(TORCH[workload.spec.sinks]).to(device)
 
 
 def make_rules(

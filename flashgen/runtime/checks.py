@@ -30,6 +30,7 @@ from flashgen.spec.attention import (
     MAX_INDEX,
     MIN_HEAD_DIM,
     OUT_DTYPES,
+    SINK_DTYPES,
     AttentionSpec,
     Workload,
 )
@@ -53,17 +54,18 @@ _AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, he
 
 
 class Given(NamedTuple):
-    """What a call says of 8-bit tensors, unchecked."""
+    """What a call says of 8-bit tensors, and its sinks: what most calls leave out. Unchecked."""
 
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
     out_dtype: Any = None
+    sinks: Any = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The factors that are tensors."""
-        return tuple(each for each in self[:3] if isinstance(each, Tensor))
+        """Those of it that are tensors, and may want a gradient."""
+        return tuple(each for each in (*self[:3], self.sinks) if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Call:
     return_lse: bool
     quantized: Quantized | None = None
     """Of 8-bit tensors."""
+    sinks: Tensor | None = None
+    """(heads,) logits."""
 
     @property
     def folded_scale(self) -> float:
@@ -134,6 +138,7 @@ class Call:
             return_lse=self.return_lse,
             positive_scale=self.folded_scale > 0,
             out_dtype=DTYPE_NAMES[self.out_dtype],
+            sinks="" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype],
         )
         bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
         names = [name for each in bound for name, _ in each.rule.params]
@@ -309,7 +314,32 @@ def check(
     _check_operands(call)
     if given is None and q.dtype != E4M3:
         return call
-    return replace(call, quantized=as_quantized(given, q, k, layout))
+    sinks = None if given is None else as_sinks(given.sinks, q, layout)
+    return replace(call, quantized=as_quantized(given, q, k, layout), sinks=sinks)
+
+
+def as_sinks(given: Any, q: Tensor, layout: str) -> Tensor | None:
+    """A call's sinks: a logit for each query head.
+
+    Raises:
+        InvalidArgument: they are no such tensor.
+    """
+    if given is None:
+        return None
+    heads = q.shape[1] if layout == "bhsd" else q.shape[2]
+    if not isinstance(given, Tensor) or DTYPE_NAMES.get(given.dtype) not in SINK_DTYPES:
+        raise InvalidArgument(
+            f"sinks={_shown(given)} must be None or a float32, float16 or bfloat16 tensor (heads,), a logit "
+            "for each query head; convert it"
+        )
+    check_dense("sinks", given)
+    if tuple(given.shape) != (heads,):
+        raise InvalidArgument(f"sinks has shape {tuple(given.shape)}; q has {heads} heads, so ({heads},)")
+    if given.device != q.device:
+        raise InvalidArgument(f"sinks is on {given.device}, q on {q.device}; move one")
+    if not torch.compiler.is_compiling() and given.is_neg():
+        return given.resolve_neg()  # memory holds the values negated
+    return given
 
 
 def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:

@@ -28,6 +28,7 @@ from flashgen.runtime.checks import (
     as_quantized,
     as_scale,
     as_score_mod,
+    as_sinks,
     check,
     fp32_precision,
     operand_axes,
@@ -182,7 +183,7 @@ class Dispatcher:
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, q_shape[3])  # negative, 0, an int, or nothing that is allowed
 
-        folded = scale
+        folded, sinks = scale, None
         if given is None and dtype is not E4M3:
             quantized = None
             out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
@@ -191,6 +192,7 @@ class Dispatcher:
             out_dtype = dtype if quantized is None else quantized.out_dtype
             out = torch_path.empty_output(q, layout, v_shape[3], out_dtype)
             folded = scale if quantized is None else quantized.folded(scale)
+            sinks = None if given is None else as_sinks(given.sinks, q, layout)
         lse = None
         if return_lse:
             lse = q.new_empty(q_shape[:3] if layout == "bhsd" else _rows(q_shape), dtype=torch.float32)
@@ -206,6 +208,8 @@ class Dispatcher:
             check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         if quantized is not None:
             env += quantized.entries(kv_heads, heads_per_kv)
+        if sinks is not None:
+            env += (sinks.data_ptr(), *sinks.stride())
 
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
@@ -228,6 +232,7 @@ class Dispatcher:
             folded > 0.0,
             lse is None,
             fp32_precision() if dtype is _FLOAT32 else None if quantized is None else quantized.out_dtype,
+            None if sinks is None else sinks.dtype,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -235,14 +240,14 @@ class Dispatcher:
             plan = self._resolve(key, call, code, device)
         launch = plan.launch
         if launch is None:
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
             return _result(plan.otherwise(call))
         try:
             launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
                 return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
             return _result(plan.otherwise(call))
         return out if lse is None else (out, lse)
 
@@ -481,6 +486,7 @@ class Dispatcher:
             else _TORCH_DTYPES[spec.result_dtype]
             if spec.quantized
             else None,
+            _TORCH_DTYPES[spec.sinks] if spec.sinks else None,
         )
 
     def explain(self, call: Call, device: int) -> Explanation:

@@ -103,7 +103,7 @@ def describe_call(call: Call) -> str:
     dtype = DTYPE_NAMES[call.q.dtype] + (
         "" if call.quantized is None else f" to {DTYPE_NAMES[call.out_dtype]}"
     )
-    return _sentence(sizes, dims, dtype, call.mask, call.score_mod)
+    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.sinks is not None)
 
 
 def describe_workload(workload: Workload) -> str:
@@ -115,11 +115,16 @@ def describe_workload(workload: Workload) -> str:
     if spec.score_mod is not None:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
     dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
-    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod)
+    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, bool(spec.sinks))
 
 
 def _sentence(
-    sizes: Sizes | Workload, dims: tuple[int, int], dtype: str, mask: Mask, score_mod: ScoreMod | None
+    sizes: Sizes | Workload,
+    dims: tuple[int, int],
+    dtype: str,
+    mask: Mask,
+    score_mod: ScoreMod | None,
+    sinks: bool,
 ) -> str:
     told = [
         f"batch {sizes.batch}",
@@ -132,6 +137,8 @@ def _sentence(
     ]
     if score_mod is not None:
         told.append(f"score rule {score_mod.describe()}")
+    if sinks:
+        told.append("sinks")
     return "attention, " + ", ".join(told)
 
 

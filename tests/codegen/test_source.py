@@ -89,6 +89,17 @@ SAMPLES = {
         AttentionSpec(64, 64, "bf16", (masks.causal() & masks.dilated(512, 4)).rule, score_mods.alibi().rule),
         "c1x2n64s4g4p1_late_lazy_tree_lane_plain",
     ),
+    "window_sinks": source(
+        AttentionSpec(64, 64, "bf16", masks.sliding_window(127, 0).rule, return_lse=True, sinks="bf16"),
+        "m64n64w4s2_tma_heads",
+    ),
+    "split_sinks": source(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, sinks="fp32"), "m16n64w4s2k16_tma_heads"
+    ),
+    "sm90_window_sinks": sm90(
+        AttentionSpec(64, 64, "bf16", masks.sliding_window(127, 0).rule, return_lse=True, sinks="bf16"),
+        "c1x2n64s4g4p8_late_lazy_tree_lane_dynamic",
+    ),
     "sm90_e4m3": sm90(
         AttentionSpec(128, 128, "e4m3", masks.causal().rule, return_lse=True),
         "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic",

@@ -100,6 +100,19 @@ def test_the_default_has_registers_for_every_named_rule(rule: masks.Mask, dim: i
     assert artifact.spill_bytes <= 96 and not any(part.spill_bytes for part in artifact.parts)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("config", ["", "c2x1n64s2g4p4_late_lazy_tree_lane_dynamic",
+                                    "c1x1n64s2g4p4k8_late_lazy_tree_lane_dynamic"])  # fmt: skip
+def test_sinks_cost_no_registers_of_the_loop(config: str, dim: int, tmp_path: Path) -> None:
+    """By default, with packed heads, and joined with the parts of split keys."""
+    spec = AttentionSpec(dim, dim, "bf16", WINDOW, return_lse=True, sinks="bf16")
+    artifact = build(spec, config or FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    assert artifact.spill_bytes <= 32
+    kernels = (artifact, *artifact.parts)
+    takers = [kernel for kernel in kernels if any(arg.source == "sinks" for arg in kernel.abi.args)]
+    assert takers == (list(artifact.after) if "k8" in config else [artifact])
+
+
 def test_a_bias_of_pairs_alone_is_left_to_the_portable_family_at_head_dim_128(tmp_path: Path) -> None:
     spec = AttentionSpec(128, 128, "bf16", CAUSAL, score_mods.bias("qk", "bf16").rule)
     with pytest.raises(DoesNotFit, match="spills registers in its loop over keys"):
