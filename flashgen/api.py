@@ -412,8 +412,8 @@ def explain(
     if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse or given != Given():
             raise InvalidArgument(
-                "explain got arguments of attention (mask, score_mod, sinks, layout, return_lse, those of "
-                "8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
+                "explain got arguments of attention (mask, score_mod, sinks, layout, return_lse, those "
+                "of 8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); a call has one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if isinstance(translated, str) and isinstance(q, Tensor):
