@@ -413,7 +413,7 @@ def explain(
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse or given != Given():
             raise InvalidArgument(
                 "explain got arguments of attention (mask, score_mod, sinks, layout, return_lse, those "
-                "of 8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); a call has one kind"
+                "of 8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); give one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if isinstance(translated, str) and isinstance(q, Tensor):
