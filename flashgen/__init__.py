@@ -15,12 +15,13 @@ from flashgen import settings
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from flashgen import integrations
+    from flashgen import integrations, trace
     from flashgen.api import (
         attention,
         explain,
         explain_workload,
         export,
+        flex_attention,
         load_bundle,
         sdpa,
         set_policy,
@@ -36,12 +37,14 @@ __all__ = [
     "explain",
     "explain_workload",
     "export",
+    "flex_attention",
     "integrations",
     "load_bundle",
     "masks",
     "score_mods",
     "sdpa",
     "set_policy",
+    "trace",
     "tune",
     "warmup",
 ]
@@ -50,6 +53,7 @@ _MODULES = {
     "integrations": "flashgen.integrations",
     "masks": "flashgen.spec.masks",
     "score_mods": "flashgen.spec.score_mods",
+    "trace": "flashgen.trace",
     "tune": "flashgen.tune",
 }
 

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from flashgen.build.arguments import LAYOUTS
 from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
 from flashgen.runtime import op, torch_path
-from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, check, transformed
+from flashgen.runtime.checks import IS_TRANSFORMED, NEEDS_GRADIENT, Given, as_score_mod, check, transformed
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
@@ -37,6 +38,8 @@ from flashgen.spec.score_mods import ScoreMod
 from flashgen.spec.target import TARGETS, Target, find_target
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
     from flashgen.bundle.load import Bundle
     from flashgen.measure.compile_pool import CompilePool
     from flashgen.measure.worker import Measurer
@@ -51,6 +54,11 @@ SETTINGS.check()  # what a user calls first is found here
 
 MAX_DATABASES = 4
 """Record databases that are open at a time."""
+
+MaskLike = Mask | str | Callable[..., Any] | None
+"""See `attention`."""
+ScoreModLike = ScoreMod | str | Callable[..., Any] | Sequence[ScoreMod | Callable[..., Any]] | None
+"""See `attention`."""
 
 Workloads = str | os.PathLike[str] | Workload | Iterable[Workload]
 """A suite's name, the path of a model's config.json, or workloads."""
@@ -78,8 +86,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | str | None = None,
-    score_mod: ScoreMod | Sequence[ScoreMod] | str | None = None,
+    mask: MaskLike = None,
+    score_mod: ScoreModLike = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -97,8 +105,9 @@ def attention(
         k: (batch, kv_heads, k_len, head_dim), where kv_heads divides heads.
         v: (batch, kv_heads, k_len, head_dim_v).
         mask: which keys a query sees: a `Mask` of `flashgen.masks`, its name, or None for all. `causal` lines
-            up the last query with the last key.
+            up the last query with the last key. Or FlexAttention's callable (b, h, q_idx, kv_idx) -> bool.
         score_mod: rules from `flashgen.score_mods`, applied in order to the scaled scores, before the mask.
+            Any of them may be FlexAttention's callable (score, b, h, q_idx, kv_idx) -> score.
         sinks: (heads,) logits, float32, float16 or bfloat16: each is one more score of its head's rows, which
             takes weight and has no value. The LSE includes it; score rules and mask do not see it.
         scale: factor on the scores, of any sign; 1 / sqrt(head_dim) if None.
@@ -127,12 +136,14 @@ def attention(
         given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
     if autocasting():
         q, k, v = autocasted(q, k, v)
+    if callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple):
+        mask, score_mod = _traced(q, k, mask, score_mod, layout)
     if torch.compiler.is_compiling():
-        if _differentiated(q, k, v, given):
+        if _differentiated(q, k, v, given, mask, score_mod):
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
-        if _differentiated(q, k, v, given):
+        if _differentiated(q, k, v, given, mask, score_mod):
             return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         return _serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
@@ -164,6 +175,73 @@ def sdpa(
     return out
 
 
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreModLike = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention`: the same arguments and meaning.
+
+    The mask is what `block_mask.mask_mod` says; tiles to visit are derived from it, and the blocks of
+    `block_mask` are not read. A call that needs a gradient is computed by torch's operations, which give
+    one to the tensors that `score_mod` captures too.
+
+    Args:
+        query: (batch, heads, q_len, head_dim).
+        key, value: (batch, kv_heads, k_len, ...); kv_heads is heads, or divides it with `enable_gqa`. The
+            batch may be 1 where a block mask is given.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, or what `attention` takes.
+        block_mask: from torch's `create_block_mask`, of the tensors' own lengths.
+        scale: see `attention`.
+        return_lse: return (output, LSE).
+        kernel_options: None, or empty.
+        return_aux: torch's `AuxRequest`; return (output, `AuxOutput`). `max_scores` is not served.
+
+    Raises:
+        InvalidArgument: an argument is outside this, or a callable cannot be traced; nothing was launched.
+    """
+    from flashgen.trace import flex
+
+    with_lse = flex.check_options(enable_gqa, return_lse, kernel_options, return_aux)
+    key, value = flex.spread(query, key, value, enable_gqa, block_mask)
+    mask = flex.mask_of(block_mask, query, key)
+    result = attention(query, key, value, mask=mask, score_mod=score_mod, scale=scale, return_lse=with_lse)
+    if return_aux is None:
+        return result
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
+
+
+def _traced(q: Any, k: Any, mask: Any, score_mod: Any, layout: Any) -> tuple[Any, Any]:
+    """A call's rules with what its callables mean in their place."""
+    from flashgen.trace import compiled, rules
+
+    traced = compiled.traced if torch.compiler.is_compiling() else rules.traced
+    sizes = None
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4 and layout in LAYOUTS:
+        rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
+        sizes = {"batch": q.shape[0], "head": q.shape[heads], "q_idx": q.shape[rows], "k_idx": k.shape[rows]}
+    if callable(mask):
+        mask = traced("mask", mask, sizes)
+    if callable(score_mod):
+        score_mod = (score_mod,)
+    if type(score_mod) in (list, tuple):
+        if len(score_mod) > 1 and any(map(callable, score_mod)) and torch.compiler.is_compiling():
+            raise InvalidArgument(compiled.NOT_COMPOSED)
+        mods = [traced("score", each, sizes) if callable(each) else each for each in score_mod]
+        score_mod = as_score_mod([each for each in mods if not rules.is_identity(each)])
+    return mask, score_mod
+
+
 def _serve(
     q: Tensor,
     k: Tensor,
@@ -190,15 +268,21 @@ def _serve(
 _OPERATOR = op.define(_serve)
 
 
-def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None) -> bool:
+def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, *rules: Any) -> bool:
     """Whether a call is part of a derivative, backward or forward, or of a transform of `torch.func`."""
     needed = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (given is not None and any(factor.requires_grad for factor in given.tensors))
+        or any(_learned(rule) for rule in rules)
     )
     return needed or transformed()
+
+
+def _learned(rule: Any) -> bool:
+    """Whether a rule reads a tensor that needs a gradient."""
+    return any(each is not None and each.requires_grad for each in getattr(rule, "tensors", ()))
 
 
 def _differentiable(*arguments: Any) -> Any:
@@ -224,7 +308,7 @@ def _unusual(
         check(*arguments)
     odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
     try:
-        if _differentiated(*tensors, given):
+        if _differentiated(*tensors, given, mask, score_mod):
             return _differentiable(*arguments)
         if not odd and not _watched():
             return _serve(*arguments)
@@ -384,8 +468,8 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | str | None = None,
-    score_mod: ScoreMod | Sequence[ScoreMod] | str | None = None,
+    mask: MaskLike = None,
+    score_mod: ScoreModLike = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -421,10 +505,12 @@ def explain(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
+    if callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple):
+        mask, score_mod = _traced(q, k, mask, score_mod, layout)
     call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
-    if _differentiated(q, k, v, given):
+    if _differentiated(q, k, v, given, call.mask, call.score_mod):
         return explanations.explain_without_kernel(call, NEEDS_GRADIENT)
     if call.empty:
         return Explanation.of_nothing(explanations.describe_call(call), str(q.device))

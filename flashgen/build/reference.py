@@ -33,7 +33,8 @@ E4M3_LIFT = 2.0**6
 
 
 def _gather(table: Tensor, *indices: Tensor | int) -> Tensor:
-    return table[indices]
+    read = table[indices]
+    return read.float() if read.dtype in (torch.float16, torch.bfloat16) else read  # as kernels do
 
 
 def on_device(value: Tensor | float, device: torch.device | None) -> Tensor:

@@ -58,7 +58,8 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
     block_n = config.number("block_n")
     out = sum(spec.v_chunks) * ROWS // 128
     probabilities = block_n * ROWS * spec.itemsize // 512
-    return out + block_n * ROWS // 128 + 2 * probabilities + (8 if spec.quantized else 0)
+    beside = (8 if spec.quantized else 0) + (8 if config["row_max"] == "optimistic" else 0)
+    return out + block_n * ROWS // 128 + 2 * probabilities + beside
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
@@ -77,6 +78,10 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     together = programs * (_shared_bytes(config, spec, target).most + KIB)
     if programs > 1 and together > target.shared_per_block + KIB:
         return f"{programs} programs need more shared memory than a multiprocessor has"
+    if config["row_max"] == "optimistic" and (config["rescale"], config["row_sum"]) != ("lazy", "lane"):
+        return "an optimistic maximum is one of each lane, as its sum, and is moved lazily"
+    if config["row_max"] == "optimistic" and spec.score_mod is not None and spec.score_mod.reads_floats:
+        return "an optimistic maximum is of rows that have seen a score, and this score rule may give -inf"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
         return "packs several heads into a tile, and the mask or score rule asks for the head"
@@ -209,7 +214,7 @@ ATTENTION_FWD_SM90 = Family(
         ("pack", (1, 4, 8, 16)),
         ("order", ("late", "early", "pinned")),
         ("rescale", ("lazy", "always")),
-        ("row_max", ("tree", "chain")),
+        ("row_max", ("tree", "chain", "optimistic")),
         ("row_sum", ("lane", "row")),
         ("schedule", ("dynamic", "plain")),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from flashgen.codegen.abi import Arg
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
 from flashgen.spec.attention import AttentionSpec
-from flashgen.spec.rule import OPERAND_DTYPES, Rule
+from flashgen.spec.rule import Rule
 from flashgen.spec.spans import side_of
 
 # Functions that partials/helpers.jinja defines: libdevice's tanh does not exist in the interpreter, and
@@ -42,6 +43,9 @@ _PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score", "k_first", "k_last"}
 _PARAM_TYPES = {"i32": "i32", "f32": "fp32"}
 _OPERAND_TYPES = {
     "i1": "*i1",
+    "u8": "*u8",
+    "i8": "*i8",
+    "i16": "*i16",
     "fp16": "*fp16",
     "bf16": "*bf16",
     "fp32": "*fp32",
@@ -53,6 +57,10 @@ _IN_BOUNDS = {
     frozenset({"k"}): "k_idx < k_len",
     frozenset({"q", "k"}): "(q_idx < q_len) & (k_idx < k_len)",
 }
+
+
+def _literal(value: int | float | bool) -> str:
+    return 'float("inf")' if value == math.inf else repr(value)
 
 
 def is_uniform(expr: ex.Expr) -> bool:
@@ -106,11 +114,15 @@ def _address(pointer: str, indices: tuple[str, ...]) -> str:
 
     The first of an axis is where the pointer points: operands of one element along an axis are read so.
     """
-    steps = [
-        f"{text if text.isidentifier() else f'({text})'}.to(tl.int64) * {pointer}__stride_{axis}"
-        for axis, text in enumerate(indices)
-        if text != "0"
-    ]
+
+    def wide(index: str) -> str:
+        if index.isdecimal():
+            return index
+        return f"{index if index.isidentifier() else f'({index})'}.to(tl.int64)"
+
+    steps = (
+        f"{wide(index)} * {pointer}__stride_{axis}" for axis, index in enumerate(indices) if index != "0"
+    )
     return " + ".join([pointer, *steps])
 
 
@@ -144,20 +156,29 @@ class Printer:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
         names |= {"q_first": "first", "q_last": "last"}
-        return ex.to_text(expr, ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load))
+        style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
+        return ex.to_text(expr, style)
 
     def uniform_lines(self) -> tuple[str, ...]:
         """A line for each read that a whole tile shares."""
-        addresses = {
-            load: _address(self._pointer(load), tuple(map(self, load.indices))) for load in self.uniform
-        }
-        return tuple(f"{self._uniform_name(load)} = tl.load({at})" for load, at in addresses.items())
+        lines = []
+        for load in self.uniform:
+            address = _address(self._pointer(load), tuple(map(self, load.indices)))
+            lines.append(f"{self._uniform_name(load)} = tl.load({address}){self._widened(load)}")
+        return tuple(lines)
 
     def side_lines(self, side: str) -> tuple[str, ...]:
         """A line for each read along one side of a tile."""
         if side not in self.early:
             return ()
-        return tuple(f"{self._side_name(load)} = {self._element(load)}" for load in self._along(side))
+        lines = []
+        for load in self._along(side):
+            name, text, wider = self._side_name(load), self._element(load), self._widened(load)
+            if side == "pair" and wider:  # an address of many terms is folded where nothing comes behind it
+                lines += [f"{name} = {text.removesuffix(wider)}", f"{name} = {name}{wider}"]
+            else:
+                lines.append(f"{name} = {text}")
+        return tuple(lines)
 
     def _along(self, side: str) -> tuple[ex.Load, ...]:
         """The reads along one side that no other read takes for its index."""
@@ -198,10 +219,15 @@ class Printer:
         """One element for each row, each key or each pair."""
         address = _address(self._pointer(load), indices or tuple(map(self, load.indices)))
         if not self.checked:
-            return f"tl.load({address})"
+            return f"tl.load({address}){self._widened(load)}"
         symbols = {s for index in load.indices for s in ex.free_symbols(index)}
         sides = frozenset(s[0] for s in symbols & {"q_idx", "q_pos", "k_idx"})
-        return f"tl.load({address}, mask={_IN_BOUNDS[sides]}, other=0)"
+        return f"tl.load({address}, mask={_IN_BOUNDS[sides]}, other=0){self._widened(load)}"
+
+    def _widened(self, load: ex.Load) -> str:
+        """Rules compute in float32: no 16-bit product is rounded, and the interpreter knows none of bf16."""
+        dtype = next(operand.dtype for operand in self.rule.operands if operand.name == load.operand)
+        return ".to(tl.float32)" if dtype in ("fp16", "bf16") else ""
 
 
 def _side(load: ex.Load) -> str:
@@ -427,5 +453,5 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
         symbols=text.symbols,
         helpers=_helpers(rule.expr),
         pair_loads=text.side_lines("pair"),
-        may_drop=any(OPERAND_DTYPES[operand.dtype] == "float" for operand in rule.operands),
+        may_drop=rule.reads_floats,
     )

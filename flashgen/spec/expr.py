@@ -35,15 +35,17 @@ MAX_INT = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Const:
-    """A finite literal, not negative (a negative number is `neg` of one); 1, 1.0 and True differ."""
+    """A literal, not negative (a negative number is `neg` of one) and not NaN; 1, 1.0 and True differ."""
 
     value: int | float | bool
 
     def __post_init__(self) -> None:
         value = self.value
         exact = not isinstance(value, float)
-        if value > MAX_INT if exact else not math.isfinite(value) or math.copysign(1, value) < 0:
-            raise InvalidArgument(f"Const({value!r}) must be finite and at most 2**63 - 1; negate with neg")
+        if value > MAX_INT if exact else math.isnan(value) or math.copysign(1, value) < 0:
+            raise InvalidArgument(
+                f"Const({value!r}) must not be NaN, and an integer at most 2**63 - 1; negate with neg"
+            )
         if value < 0:
             raise InvalidArgument(f"Const({value!r}) must not be negative; write number({value!r})")
 
@@ -148,12 +150,14 @@ _sqrt = _on_positive(math.sqrt, 0.0)
 
 
 def number(value: int | float | bool) -> Expr:
-    """The expression for a finite number of either sign."""
+    """The expression for a number of either sign, not NaN."""
     magnitude = Const(value if isinstance(value, bool) else abs(value))
     return Apply("neg", (magnitude,)) if value < 0 else magnitude
 
 
 ZERO, ONE, TRUE, FALSE = Const(0), Const(1), Const(True), Const(False)
+INFINITY = "inf"
+"""How a text writes infinity, as a literal has no sign: `where(q_idx >= k_idx, score, -inf)`."""
 
 
 def _negated(x: Expr) -> Expr | None:
@@ -637,6 +641,8 @@ class _Reader:
         )
 
     def _name(self, node: ast.Name) -> Expr:
+        if node.id == INFINITY:
+            return Const(math.inf)
         if node.id in self.symbols:
             return Symbol(node.id)
         if node.id in self.params:
@@ -730,7 +736,8 @@ def bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
 
 def _bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
     if isinstance(expr, Const):
-        return Interval(expr.value, expr.value)
+        # An infinite end of a range is no limit, and 0 times it is 0: of the number itself nothing is known.
+        return interval.EVERYTHING if expr.value == math.inf else Interval(expr.value, expr.value)
     if isinstance(expr, Symbol | Param):
         if expr.name == "q_pos" and "q_pos" not in env:
             return bounds(Q_POS, env)

@@ -137,6 +137,11 @@ class Rule:
         types = {name: PARAM_TYPES[type_] for name, type_ in self.params}
         return types | {operand.name: OPERAND_DTYPES[operand.dtype] for operand in self.operands}
 
+    @property
+    def reads_floats(self) -> bool:
+        """Whether an operand may hold -inf, as a score rule may then give."""
+        return any(OPERAND_DTYPES[operand.dtype] == "float" for operand in self.operands)
+
     @classmethod
     def parse(cls, kind: str, text: str, *, name: str = "", form: str = "") -> Rule:
         """Reads a rule's text, which may come from anywhere.
@@ -168,7 +173,11 @@ def _check_declarations(rule: Rule) -> None:
         raise InvalidArgument(f"a rule declares {len(names)} names; at most {MAX_DECLARED}: combine fewer")
     for name in names:
         reserved = (
-            name in ex.SYMBOLS or name in ex.TILE_SYMBOLS or name in ex.FUNCTIONS or keyword.iskeyword(name)
+            name in ex.SYMBOLS
+            or name in ex.TILE_SYMBOLS
+            or name in ex.FUNCTIONS
+            or name == ex.INFINITY
+            or keyword.iskeyword(name)
         )
         misshapen = not _NAME.fullmatch(name) or "__" in name or len(name) > MAX_NAME
         if reserved or misshapen or names.count(name) > 1:

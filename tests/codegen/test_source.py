@@ -18,6 +18,7 @@ from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render, write
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.target import TARGETS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
@@ -111,6 +112,13 @@ SAMPLES = {
     "sm90_packed_chunks": sm90(
         AttentionSpec(96, 96, "fp16", masks.key_padding().rule, return_lse=True),
         "c1x1n64s2g4p4_late_always_tree_row_plain",
+    ),
+    "sm90_optimistic": sm90(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
+        "c3x1n64s3g4p1_late_lazy_optimistic_lane_dynamic",
+    ),
+    "sm90_optimistic_e4m3": sm90(
+        AttentionSpec(128, 128, "e4m3", masks.full().rule), "c2x1n128s2g4p4_late_lazy_optimistic_lane_plain"
     ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
@@ -336,3 +344,10 @@ def test_copies_by_tma_have_the_names_of_the_toolchain(triton: str, load: str, s
     config = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
     text = source(CAUSAL, config, Toolchain(triton), SM90).text
     assert set(re.findall(r"tma\.(async_\w+)", text)) == {load, store}
+
+
+def test_an_optimistic_maximum_is_refused_where_a_bias_may_leave_a_row_without_any_score() -> None:
+    config, h200 = SM90.find("c2x1n64s2g4p1_late_lazy_optimistic_lane_dynamic"), TARGETS["nvidia-h200"]
+    assert not SM90.fits(config, AttentionSpec(64, 64, "bf16"), h200)
+    biased = AttentionSpec(64, 64, "bf16", score_mod=score_mods.bias().rule)
+    assert "may give -inf" in SM90.fits(config, biased, h200)

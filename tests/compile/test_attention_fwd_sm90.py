@@ -51,6 +51,12 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(128, 128, "fp16", WINDOW, SOFTCAP), "c2x1n64s2g16p4_late_always_tree_row_plain"),
         (AttentionSpec(256, 256, "bf16", CAUSAL, return_lse=True), "c2x1n64s2g4p1_late_lazy_tree_lane_plain"),
         (AttentionSpec(256, 256, "bf16", FULL), "c1x1n64s2g4p1_late_always_chain_row_plain"),
+        (AttentionSpec(64, 64, "fp16", CAUSAL), "c1x3n64s2g4p1_late_lazy_optimistic_lane_dynamic"),
+        (
+            AttentionSpec(128, 128, "bf16", CAUSAL, return_lse=True),
+            "c3x1n64s4g4p1_early_lazy_optimistic_lane_dynamic",
+        ),
+        (AttentionSpec(64, 64, "bf16", FULL), "c1x2n128s2g4p1_pinned_lazy_optimistic_lane_plain"),
         (AttentionSpec(64, 64, "fp16", DOCUMENT, SOFTCAP), "c1x2n64s4g4p4_early_lazy_tree_lane_plain"),
         (AttentionSpec(64, 64, "bf16", NEAR_BY_HEAD), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s4g4p1_late_lazy_tree_lane_dynamic"),
@@ -128,6 +134,7 @@ def test_a_bias_of_pairs_alone_is_left_to_the_portable_family_at_head_dim_128(tm
         (AttentionSpec(64, 64, "e4m3", FULL), "c3x1n128s4g4p1_pinned_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "e4m3", CAUSAL), "c2x1n128s4g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "e4m3", CAUSAL), "c3x1n64s4g4p4_early_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "e4m3", CAUSAL), "c3x1n64s4g4p1_late_lazy_optimistic_lane_dynamic"),
         (
             AttentionSpec(96, 80, "e4m3", WINDOW, SOFTCAP, out_dtype="fp16"),
             "c1x2n64s2g4p8_late_always_chain_row_plain",

@@ -68,6 +68,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
             score_bias + head.to(tl.int64) * score_bias__stride_1 + q_idx.to(tl.int64) * score_bias__stride_2
             + k_idx.to(tl.int64) * score_bias__stride_3, mask=(q_idx < q_len) & (k_idx < k_len), other=0,
         )
+        score_bias__pair = score_bias__pair.to(tl.float32)
         score = score * scale
         score = (score + score_bias__pair) * LOG2E
         new_max = tl.maximum(row_max, tl.max(score, 1))
@@ -89,6 +90,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
             score_bias + head.to(tl.int64) * score_bias__stride_1 + q_idx.to(tl.int64) * score_bias__stride_2
             + k_idx.to(tl.int64) * score_bias__stride_3, mask=(q_idx < q_len) & (k_idx < k_len), other=0,
         )
+        score_bias__pair = score_bias__pair.to(tl.float32)
         score = score * scale
         score = (score + score_bias__pair) * LOG2E
         keep = ((k_idx < mask_prefix_lens__here) | (q_pos >= k_idx)) & (k_idx < k_len)

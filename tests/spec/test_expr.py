@@ -11,6 +11,7 @@ from flashgen.spec import expr as ex
 from flashgen.spec import interval
 from flashgen.spec.expr import Apply, Const, Load, Param, Style, Symbol, parse, to_text
 from flashgen.spec.interval import Interval
+from flashgen.spec.rule import Rule
 
 PARAMS = {"left": "int", "cap": "float"}
 OPERANDS = {"lengths": 1, "keep": 2}
@@ -173,9 +174,22 @@ def test_literals_of_different_types_differ():
     assert len({Const(1), Const(1.0), Const(True)}) == 3
     assert to_text(ex.number(-2)) == "-2" and ex.constant(ex.number(-2.5)) == -2.5
     assert ex.number(-0.0) == Const(0.0)
-    for value in (-1, math.inf, 2**63):
+    for value in (-1, math.nan, -math.inf, 2**63):
         with pytest.raises(InvalidArgument):
             Const(value)
+
+
+def test_infinity_is_a_literal():
+    text = "where(q_idx >= k_idx, score, -inf)"
+    expr = parse(text)
+    assert to_text(expr) == text and expr.args[2] == ex.number(-math.inf)
+    assert ex.simplify(expr) == expr and ex.constant(expr.args[2]) == -math.inf
+    assert ex.evaluate(expr, {"q_idx": 1, "k_idx": 2, "score": 3.0}) == -math.inf
+    assert to_text(ex.derivative(expr)) == "where(q_idx >= k_idx, 1, 0)"
+    # As an end of a range, infinity is no limit: nothing is known where the number itself is compared.
+    assert ex.bounds(parse("q_idx * 0.5 < inf"), {"q_idx": Interval(0, 9)}) == interval.UNKNOWN
+    with pytest.raises(InvalidArgument, match="cannot be declared"):
+        Rule.parse("mask", "k_idx < inf[batch] where inf: i32")
 
 
 @pytest.mark.parametrize(
