@@ -80,7 +80,7 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
         return f"{programs} programs need more shared memory than a multiprocessor has"
     if config["row_max"] == "optimistic" and (config["rescale"], config["row_sum"]) != ("lazy", "lane"):
         return "an optimistic maximum is one of each lane, as its sum, and is moved lazily"
-    if config["row_max"] == "optimistic" and spec.score_mod is not None and spec.score_mod.reads_floats:
+    if config["row_max"] == "optimistic" and spec.score_mod is not None and spec.score_mod.may_drop:
         return "an optimistic maximum is of rows that have seen a score, and this score rule may give -inf"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):

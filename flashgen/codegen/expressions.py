@@ -453,5 +453,5 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
         symbols=text.symbols,
         helpers=_helpers(rule.expr),
         pair_loads=text.side_lines("pair"),
-        may_drop=rule.reads_floats,
+        may_drop=rule.may_drop,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -138,9 +139,10 @@ class Rule:
         return types | {operand.name: OPERAND_DTYPES[operand.dtype] for operand in self.operands}
 
     @property
-    def reads_floats(self) -> bool:
-        """Whether an operand may hold -inf, as a score rule may then give."""
-        return any(OPERAND_DTYPES[operand.dtype] == "float" for operand in self.operands)
+    def may_drop(self) -> bool:
+        """Whether a score rule may give -inf: it says so itself, or an operand may hold it."""
+        written = any(each == ex.Const(math.inf) for each in ex.walk(self.expr))
+        return written or any(OPERAND_DTYPES[operand.dtype] == "float" for operand in self.operands)
 
     @classmethod
     def parse(cls, kind: str, text: str, *, name: str = "", form: str = "") -> Rule:

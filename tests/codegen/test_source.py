@@ -18,6 +18,7 @@ from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render, write
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
+from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS, find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -387,3 +388,12 @@ def test_an_optimistic_maximum_is_refused_where_a_bias_may_leave_a_row_without_a
     assert not SM90.fits(config, AttentionSpec(64, 64, "bf16"), h200)
     biased = AttentionSpec(64, 64, "bf16", score_mod=score_mods.bias().rule)
     assert "may give -inf" in SM90.fits(config, biased, h200)
+
+
+def test_a_score_rule_that_writes_an_infinity_guards_its_rows() -> None:
+    rule = Rule.parse("score", "where(q_idx >= k_idx, score, -inf)")
+    assert rule.may_drop and not score_mods.softcap(5.0).rule.may_drop
+    config, h200 = SM90.find("c2x1n64s2g4p1_late_lazy_optimistic_lane_dynamic"), TARGETS["nvidia-h200"]
+    assert "may give -inf" in SM90.fits(config, AttentionSpec(64, 64, "bf16", score_mod=rule), h200)
+    guarded = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
+    assert guarded in source(AttentionSpec(64, 64, "bf16", score_mod=rule), "m64n64w4s2_tma_heads").text
