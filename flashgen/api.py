@@ -97,6 +97,7 @@ def attention(
     *,
     mask: MaskLike = None,
     score_mod: ScoreModLike = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -116,6 +117,8 @@ def attention(
             up the last query with the last key. Or FlexAttention's callable (b, h, q_idx, kv_idx) -> bool.
         score_mod: rules from `flashgen.score_mods`, applied in order to the scaled scores, before the mask.
             Any of them may be FlexAttention's callable (score, b, h, q_idx, kv_idx) -> score.
+        sinks: (heads,) logits, float32, float16 or bfloat16: each is one more score of its head's rows, which
+            takes weight and has no value. The LSE includes it; score rules and mask do not see it.
         scale: factor on the scores, of any sign; 1 / sqrt(head_dim) if None.
         layout: `bhsd` as above, or `bshd`: (batch, seq, heads, head_dim) for all three and the output.
         return_lse: also return the logarithm of the sum of exponentials.
@@ -127,7 +130,7 @@ def attention(
     Returns:
         The output (batch, heads, q_len, head_dim_v) in q's dtype (`out_dtype` for float8_e4m3fn), layout and
         order of axes in memory; with `return_lse` a pair with the natural LSE (batch, heads, q_len) in
-        float32. A query that sees no key has output 0 and LSE -inf.
+        float32. A query that sees no key has output 0 and LSE -inf, or its head's sink.
 
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched.
@@ -136,8 +139,10 @@ def attention(
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
-    if not (q_descale is None and k_descale is None and v_descale is None and out_dtype is None):
-        given = Given(q_descale, k_descale, v_descale, out_dtype)
+    if not (
+        q_descale is None and k_descale is None and v_descale is None and out_dtype is None and sinks is None
+    ):
+        given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if _has_callables(mask, score_mod):
@@ -583,6 +588,7 @@ def explain(
     *,
     mask: MaskLike = None,
     score_mod: ScoreModLike = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -609,12 +615,12 @@ def explain(
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
     q, k, v = autocasted(q, k, v)
-    given = Given(q_descale, k_descale, v_descale, out_dtype)
+    given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
     if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse or given != Given():
             raise InvalidArgument(
-                "explain got arguments of attention (mask, score_mod, layout, return_lse, those of 8-bit "
-                "tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); a call has only one kind"
+                "explain got arguments of attention (mask, score_mod, sinks, layout, return_lse, those "
+                "of 8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); give one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if isinstance(translated, str) and isinstance(q, Tensor):

@@ -6,6 +6,8 @@ less power and runs at higher clocks), so the tuner measures on these and the re
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +20,8 @@ from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.masks import Mask
-from flashgen.spec.rule import TORCH_DTYPES, Operand, Rule, values_and_tensors
-from flashgen.spec.score_mods import ScoreMod
+from flashgen.spec.rule import OPERAND_DTYPES, TORCH_DTYPES, Operand, Rule, reach, values_and_tensors
+from flashgen.spec.score_mods import ScoreMod, alibi_slopes
 
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": E4M3}
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
@@ -50,6 +52,8 @@ class Inputs:
     """What 8-bit q, k and v stand for."""
     packed: tuple[torch.Tensor, torch.Tensor] | None = None
     """Where packed sequences begin among the queries and among the keys: int32 (sequences + 1)."""
+    sinks: torch.Tensor | None = None
+    """(heads,) logits."""
 
     def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
@@ -80,10 +84,12 @@ class Inputs:
             return flatten_packed(q, k, v, rows, lse, cu_q, cu_k, self.scale, values, tensors, pointers)
         scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
-        if self.quantized is None:
-            return env
-        heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
-        return env + self.quantized.entries(kv_heads, heads // kv_heads)
+        if self.quantized is not None:
+            heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
+            env += self.quantized.entries(kv_heads, heads // kv_heads)
+        if self.sinks is not None:
+            env += (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
+        return env
 
 
 def make_inputs(
@@ -137,6 +143,7 @@ def make_inputs(
         density=density(workload),
         quantized=quantized,
         packed=packed,  # type: ignore[arg-type]  # a pair
+        sinks=_sinks(workload, device, seed),
     )
 
 
@@ -174,6 +181,15 @@ def _drawn(count: int, longest: int, total: int, generator: torch.Generator) -> 
 def starts(lengths: torch.Tensor) -> torch.Tensor:
     """Where each sequence of some lengths begins when they are packed, and where the last one ends: int32."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+
+
+def _sinks(workload: Workload, device: torch.device, seed: int) -> torch.Tensor | None:
+    """As large as the sum of a row's exponentials: they take about half of its weight."""
+    if not workload.spec.sinks:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(workload.heads, generator=generator) + math.log(workload.k_len or 1)
+    return drawn.to(TORCH[workload.spec.sinks]).to(device)
 
 
 def make_rules(
@@ -231,47 +247,74 @@ def contiguous_facts(workload: Workload) -> CallFacts:
 # Operands
 
 
-def _lengths(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
+_Shape = tuple[int, ...]
+
+
+def _lengths(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
     least = (workload.k_len + 1) // 2
-    drawn = torch.randint(least, workload.k_len + 1, (workload.batch,), generator=generator)
-    return drawn.to(_OPERAND_TORCH[operand.dtype])
+    return torch.randint(least, workload.k_len + 1, shape, generator=generator)
 
 
-def _right_padding(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
-    kept = _lengths(workload, Operand("lengths", "i64", 1), generator)
+def _right_padding(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
+    kept = _lengths(workload, (workload.batch,), generator)
     return torch.arange(workload.k_len) < kept[:, None]
 
 
-def _documents(workload: Workload, operand: Operand, generator: torch.Generator) -> torch.Tensor:
+def _documents(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
     """Numbered from 0 in each sequence, the last one cut off at the sequence's end."""
     least = -(-workload.k_len // 16)
     most = max(least, workload.k_len // 4)
     lengths = torch.randint(least, most + 1, (workload.batch, 16), generator=generator)
     keys = torch.arange(workload.k_len).expand(workload.batch, -1).contiguous()
-    ids = torch.searchsorted(lengths.cumsum(1), keys, right=True)
-    return ids.to(_OPERAND_TORCH[operand.dtype])
+    return torch.searchsorted(lengths.cumsum(1), keys, right=True)
+
+
+def _blocks(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
+    """Those on the diagonal, and of the others a quarter."""
+    rows, keys = (torch.arange(extent) for extent in shape[-2:])
+    return (torch.rand(shape, generator=generator) < 0.25) | (rows[:, None] * shape[-1] // shape[-2] == keys)
+
+
+def _slopes(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
+    return torch.tensor(alibi_slopes(*shape))
+
+
+def _normal(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
 class _Invention:
-    draw: Callable[[Workload, Operand, torch.Generator], torch.Tensor]
+    draw: Callable[[Workload, _Shape, torch.Generator], torch.Tensor]
+    """Of any dtype; it is brought to the operand's."""
     told: str
 
 
 _INTEGERS = ("i32", "i64")
 _DOCUMENTS = _Invention(_documents, "documents of lengths uniform in [k/16, k/4]")
+_BLOCKS = _Invention(_blocks, "a quarter of the blocks and the diagonal")
+_NORMAL = _Invention(_normal, "normal numbers")
 _INVENTIONS: Mapping[tuple[tuple[str, ...], str], _Invention] = {
     **{(("batch",), dtype): _Invention(_lengths, "lengths uniform in [k/2, k]") for dtype in _INTEGERS},
     **{(("batch", index), dtype): _DOCUMENTS for index in ("max(q_pos, 0)", "k_idx") for dtype in _INTEGERS},
     (("batch", "k_idx"), "i1"): _Invention(_right_padding, "right padding, lengths uniform in [k/2, k]"),
+    **{
+        ((batch, head, "q_idx // n", "k_idx // n"), "i1"): _BLOCKS
+        for batch in ("0", "batch")
+        for head in ("0", "head")
+    },
+    (("head",), "fp32"): _Invention(_slopes, "slopes of ALiBi"),
 }
-"""What a sensible operand is, by the symbols that index it and its dtype."""
+"""What a sensible operand is, by the symbols that index it and its dtype. Other floats are normal numbers."""
 
 
 def _invention(rule: Rule, operand: Operand) -> _Invention:
     loads = [load for load in ex.loads(rule.expr) if load.operand == operand.name]
-    symbols = {tuple(ex.to_text(index) for index in load.indices) for load in loads}
+    written = {tuple(ex.to_text(index) for index in load.indices) for load in loads}
+    symbols = {tuple(re.sub(r"// \d+$", "// n", index) for index in each) for each in written}
     found = [_INVENTIONS[each, operand.dtype] for each in symbols if (each, operand.dtype) in _INVENTIONS]
+    if not found and OPERAND_DTYPES[operand.dtype] == "float":
+        return _NORMAL
     if len(found) != len(symbols) or len(set(found)) != 1:
         known = "; ".join(f"{dtype} [{', '.join(index)}]" for index, dtype in _INVENTIONS)
         raise InvalidArgument(
@@ -281,9 +324,27 @@ def _invention(rule: Rule, operand: Operand) -> _Invention:
     return found[0]
 
 
+def _shape(rule: Rule, operand: Operand, workload: Workload) -> _Shape:
+    """As long as the rule reads along each axis."""
+    sizes = {name: getattr(workload, name) for name in ("batch", "heads", "kv_heads", "q_len", "k_len")}
+    load = next(load for load in ex.loads(rule.expr) if load.operand == operand.name)
+    reaches = [reach(index, sizes, dict(workload.params)) for index in load.indices]
+    if None in reaches:
+        raise InvalidArgument(
+            f"no values can be invented for operand {operand.name} of {rule.text!r}, for nobody can know its "
+            "size. Tune the rule without it"
+        )
+    return tuple(each[1] + 1 for each in reaches if each is not None)
+
+
 def _operands(
     rule: Rule, workload: Workload, device: torch.device, generator: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
+    drawn = (
+        _invention(rule, operand).draw(workload, _shape(rule, operand, workload), generator)
+        for operand in rule.operands
+    )
     return tuple(
-        _invention(rule, operand).draw(workload, operand, generator).to(device) for operand in rule.operands
+        each.to(_OPERAND_TORCH[operand.dtype]).to(device)
+        for each, operand in zip(drawn, rule.operands, strict=True)
     )

@@ -135,6 +135,7 @@ def attention_reference(
     mask: Mask | None = None,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     round_p_to: torch.dtype | None = None,
     round_out_to: torch.dtype | None = None,
@@ -152,6 +153,7 @@ def attention_reference(
         mask: keys that a query may see, applied after the score rule.
         score_mod: applied to scores in natural units, after the scale.
         scale: factor on the scores; 1 / sqrt(head_dim) if None.
+        sinks: (heads,) logits, one more score for each row of a head: see `with_sink`.
         dtype: float32 or float64, of the computation and of both results.
         round_p_to: round where a kernel with inputs of this dtype rounds: the weights (exp2 of score minus
             row maximum) before they meet v, and the output. The normaliser sums the unrounded weights.
@@ -161,7 +163,7 @@ def attention_reference(
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
-        (batch, heads, q_len). A row that sees no key has output 0 and logarithm -inf.
+        (batch, heads, q_len). A row that sees no key has output 0 and logarithm -inf, or its sink.
 
     Raises:
         InvalidArgument: shapes do not go together, or an operand of a rule is missing.
@@ -171,10 +173,11 @@ def attention_reference(
     outputs, lses = [], []
     with without_autocast(q.device.type):
         for rows in _chunks(problem):
-            scores = problem.scores(rows, keys)
+            scores = with_sink(problem.scores(rows, keys), sinks)
             maximum = row_maximum(scores)
             weights = torch.exp2((scores - maximum) * math.log2(math.e))
             normaliser = weights.sum(-1, keepdim=True)
+            weights = weights[..., : problem.k_len]
             if round_p_to is not None:
                 weights = (weights * lift).to(round_p_to).to(dtype) / lift
             output, lse = finished(maximum, normaliser, problem.weighted_values(weights, keys))
@@ -291,6 +294,17 @@ class _Problem:
         by_group = weights.reshape(batch, kv_heads, heads // kv_heads * rows, n_keys)
         product = exact_product(by_group, self.v[:, :, keys])
         return product.reshape(batch, heads, rows, head_dim_v)
+
+
+def with_sink(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores (batch, heads, rows, keys) with each head's sink behind the keys: a logit that takes part in the
+    softmax and has no value (Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks,
+    section 3.1, where the logit is learned). The same scores if there are none.
+    """
+    if sinks is None:
+        return scores
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1)
 
 
 def row_maximum(scores: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ ELEMENT_BYTES = {"i32": 4, "fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 _POINTER, _DESCRIPTOR = r"\*[a-z]+\w+", r"tensordesc<[a-z]+\w+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
-    r"lse|operand\.\w+|descale\.\w+": _POINTER,
+    r"lse|sinks|operand\.\w+|descale\.\w+": _POINTER,
     r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
     r"scratch\.\w+\.extent\.\w+": "i32",
     "|".join((*SIZES, "sequences")): "i32",
@@ -154,8 +154,8 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
     pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). For 8-bit
     inputs follow a factor on v (those on q and k are in the scale), then for each of q, k and v the
     pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). For packed
-    sequences follow those of `PACKED`. A launch of several kernels adds the entries of each buffer that
-    they share (`Scratch.names`).
+    sequences follow those of `PACKED`; where there are sinks, their pointer and stride. A launch of several
+    kernels adds the entries of each buffer that they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
     names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
@@ -172,6 +172,8 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
             names += [f"descale.{tensor}", *(f"descale.{tensor}.stride.{axis}" for axis in axes)]
     if spec.packed:
         names += PACKED
+    if spec.sinks:
+        names += ["sinks", "sinks.stride.head"]
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
@@ -209,6 +211,13 @@ def tensor_arguments(tensor: str, dtype: str, packed: bool = False) -> tuple[Arg
     short = [each for each in zip(("b", "h", row, "d"), AXES, strict=True) if not (packed and each[0] == "b")]
     strides = (Arg(f"stride_{letter}{axis}", f"{source}.stride.{name}", "i32") for axis, name in short)
     return (Arg(tensor, source, f"*{dtype}"), *strides)
+
+
+def sink_arguments(dtype: str) -> tuple[tuple[Arg, ...], ...]:
+    """The sinks, as the kernel takes them that has a row's whole sum; a line of the signature, or none."""
+    if not dtype:
+        return ()
+    return ((Arg("SINKS", "sinks", f"*{dtype}"), Arg("stride_sink", "sinks.stride.head", "i32")),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from flashgen.codegen.family import Family, Shared, Tiling, listed
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import DTYPES, AttentionSpec
 from flashgen.spec.config import Config, Value
+from flashgen.spec.spans import side_of
 from flashgen.spec.target import KIB, REGISTERS, Target
 
 ROWS = 64
@@ -79,6 +80,8 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
         return f"{programs} programs need more shared memory than a multiprocessor has"
     if config["row_max"] == "optimistic" and (config["rescale"], config["row_sum"]) != ("lazy", "lane"):
         return "an optimistic maximum is one of each lane, as its sum, and is moved lazily"
+    if config["row_max"] == "optimistic" and spec.score_mod is not None and spec.score_mod.may_drop:
+        return "an optimistic maximum is of rows that have seen a score, and this score rule may give -inf"
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
         return "packs several heads into a tile, and the mask or score rule asks for the head"
@@ -127,18 +130,35 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(spec.qk_chunks), sum(spec.v_chunks))
     lists = listed(spec.mask)
-    table = _DEFAULT_TILES_OF_LISTS if lists else _DEFAULT_TILES
+    table = _DEFAULT_TILES_OF_READS if lists or _asks_of_each_key(spec) else _DEFAULT_TILES
     tile = next(tile for limit, *tile in table if head_dim <= limit)
-    # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place.
-    schedule = "plain" if head_dim > 192 and (spec.return_lse or lists) else "dynamic"
+    # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
+    # nor has one of any head dim that holds the addresses of what is read of pairs.
+    short = head_dim > 192 and (spec.return_lse or lists)
+    schedule = "plain" if short or _reads_pairs(spec) else "dynamic"
     rest = (4, 1, "late", "lazy", "tree", "lane")
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
 
+def _asks_of_each_key(spec: AttentionSpec) -> bool:
+    """Whether a score rule reads of each key, or the mask divides each key's position."""
+    operations = (node for node in ex.walk(spec.mask.expr) if isinstance(node, ex.Apply))
+    divided = (node for node in operations if node.op in ("//", "%"))
+    read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
+    asked: tuple[ex.Expr, ...] = (*divided, *read)
+    return any("k_idx" in ex.free_symbols(each) for each in asked)
+
+
+def _reads_pairs(spec: AttentionSpec) -> bool:
+    """Whether a score rule reads of each pair of query and key."""
+    read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
+    return any(not side_of(load) and "k_idx" in ex.free_symbols(load) for load in read)
+
+
 # (largest head dim, consumers, programs, block_n, num_stages), as measured on one H200.
 _DEFAULT_TILES = ((64, 1, 2, 128, 2), (128, 2, 1, 128, 2), (256, 2, 1, 64, 2))
-# What a mask reads of 128 keys leaves a consumer too few registers; not measured yet.
-_DEFAULT_TILES_OF_LISTS = ((64, 1, 2, 64, 4), (128, 2, 1, 64, 4), (256, 2, 1, 64, 2))
+# What a rule reads of 128 keys leaves a consumer too few registers; not measured yet.
+_DEFAULT_TILES_OF_READS = ((64, 1, 2, 64, 4), (128, 2, 1, 64, 4), (256, 2, 1, 64, 2))
 
 TRANSPOSED = "values"
 """The buffer with V as products of 8-bit numbers need it: (batch, kv_heads, head_dim_v, keys)."""

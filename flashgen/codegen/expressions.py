@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,10 @@ _CALLS = {
     "%": "floor_mod",
 }
 
+_ROUNDS_DOWN = ("//", "%")
+"""Operators that Triton rounds towards zero, which is the same where nothing is negative."""
+_NOT_NEGATIVE = frozenset(ex.SYMBOLS) - {"q_pos", "score"} | {"q_first", "q_last", "k_first", "k_last"}
+
 _PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score", "k_first", "k_last"}
 _PARAM_TYPES = {"i32": "i32", "f32": "fp32"}
 _OPERAND_TYPES = {
@@ -63,6 +68,20 @@ def is_uniform(expr: ex.Expr) -> bool:
     return not ex.free_symbols(expr) & _PER_ELEMENT
 
 
+def _not_negative(expr: ex.Expr) -> bool:
+    """Whether an expression is known to be 0 or more wherever a kernel evaluates it."""
+    if isinstance(expr, ex.Const | ex.Symbol):
+        return isinstance(expr, ex.Const) or expr.name in _NOT_NEGATIVE
+    if not isinstance(expr, ex.Apply) or expr.op not in ("+", "*", "//", "%", "min", "max"):
+        return False
+    return (any if expr.op == "max" else all)(map(_not_negative, expr.args))
+
+
+def _truncates(node: ex.Apply) -> bool:
+    """Whether a division may be Triton's own: of what is not negative, by a positive number."""
+    return node.op in _ROUNDS_DOWN and _not_negative(node.args[0]) and (ex.constant(node.args[1]) or 0) > 0
+
+
 def argument_name(kind: str, declared: str) -> str:
     """How the kernel calls a parameter or operand of a rule: `mask_left`, `score_cap`.
 
@@ -80,15 +99,21 @@ def rule_arguments(rule: Rule) -> tuple[tuple[Arg, ...], ...]:
         groups.append(tuple(Arg(name, source, _PARAM_TYPES[kind]) for name, source, kind in names))
     for operand in rule.operands:
         name, source = argument_name(rule.kind, operand.name), f"operand.{operand.name}"
+        loads = [load for load in ex.loads(rule.expr) if load.operand == operand.name]
         strides = (
-            Arg(f"{name}__stride_{axis}", f"{source}.stride.{axis}", "i32") for axis in range(operand.rank)
+            Arg(f"{name}__stride_{axis}", f"{source}.stride.{axis}", "i32")
+            for axis in range(operand.rank)
+            if any(load.indices[axis] != ex.ZERO for load in loads)
         )
         groups.append((Arg(name, source, _OPERAND_TYPES[operand.dtype]), *strides))
     return tuple(groups)
 
 
 def _address(pointer: str, indices: tuple[str, ...]) -> str:
-    """Address of one element (or a tile of them); the index is widened, since operands may be large."""
+    """Address of one element (or a tile of them); the index is widened, since operands may be large.
+
+    The first of an axis is where the pointer points: operands of one element along an axis are read so.
+    """
 
     def wide(index: str) -> str:
         if index.isdecimal():
@@ -110,8 +135,8 @@ class Printer:
     """All that one kernel reads of it."""
     checked: bool = True
     """Whether rows and keys may lie past the ends of their sequences, where nothing must be read."""
-    early: str = "q"
-    """Sides of a tile, `q`, `k` or both, whose reads are made by lines of their own (`side_lines`)."""
+    early: tuple[str, ...] = ("q",)
+    """Sides of a tile, `q`, `k` or `pair`, whose reads are made by lines of their own (`side_lines`)."""
 
     @property
     def uniform(self) -> tuple[ex.Load, ...]:
@@ -122,14 +147,17 @@ class Printer:
     @property
     def symbols(self) -> frozenset[str]:
         """Names that what it prints uses; whether a row exists is asked of its index."""
-        checks = {"q_idx"} if self.checked and self._along("q") else set()
+        reads = (load for each in self.exprs for load in ex.loads(each))
+        by_row = any(ex.free_symbols(load) & {"q_idx", "q_pos"} for load in reads)
+        checks = {"q_idx"} if self.checked and by_row else set()
         return frozenset(checks).union(*map(ex.free_symbols, self.exprs))
 
     def __call__(self, expr: ex.Expr) -> str:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
         names |= {"q_first": "first", "q_last": "last"}
-        return ex.to_text(expr, ex.Style(names=names, calls=_CALLS, load=self._load, literal=_literal))
+        style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
+        return ex.to_text(expr, style)
 
     def uniform_lines(self) -> tuple[str, ...]:
         """A line for each read that a whole tile shares."""
@@ -143,7 +171,14 @@ class Printer:
         """A line for each read along one side of a tile."""
         if side not in self.early:
             return ()
-        return tuple(f"{self._side_name(load)} = {self._element(load)}" for load in self._along(side))
+        lines = []
+        for load in self._along(side):
+            name, text, wider = self._side_name(load), self._element(load), self._widened(load)
+            if side == "pair" and wider:  # an address of many terms is folded where nothing comes behind it
+                lines += [f"{name} = {text.removesuffix(wider)}", f"{name} = {name}{wider}"]
+            else:
+                lines.append(f"{name} = {text}")
+        return tuple(lines)
 
     def _along(self, side: str) -> tuple[ex.Load, ...]:
         """The reads along one side that no other read takes for its index."""
@@ -151,14 +186,14 @@ class Printer:
         rest = list(self.exprs)
         while rest:
             expr = rest.pop(0)
-            if isinstance(expr, ex.Load) and side_of(expr) == side:
+            if isinstance(expr, ex.Load) and _side(expr) == side:
                 found[expr] = None
             else:
                 rest = [*ex.children(expr), *rest]
         return tuple(found)
 
     def _side_name(self, load: ex.Load) -> str:
-        side = side_of(load)
+        side = _side(load)
         same = [each for each in self._along(side) if each.operand == load.operand]
         return f"{self._pointer(load)}__{side}{f'_{same.index(load)}' if len(same) > 1 else ''}"
 
@@ -176,7 +211,7 @@ class Printer:
     def _load(self, load: ex.Load, indices: tuple[str, ...]) -> str:
         if all(map(is_uniform, load.indices)):
             return self._uniform_name(load)
-        if (side := side_of(load)) and side in self.early and load in self._along(side):
+        if (side := _side(load)) in self.early and load in self._along(side):
             return self._side_name(load)
         return self._element(load, indices)
 
@@ -195,13 +230,46 @@ class Printer:
         return ".to(tl.float32)" if dtype in ("fp16", "bf16") else ""
 
 
+def _side(load: ex.Load) -> str:
+    """`q`, `k`, `pair` for what both sides read together, or empty for what a whole tile shares."""
+    return side_of(load) or ("" if all(map(is_uniform, load.indices)) else "pair")
+
+
+def _terms(rule: Rule) -> dict[ex.Expr, ex.Symbol]:
+    """What divides the positions of one side alone, and a name for each: evaluated once for the rows, and
+    once for a block of keys, where a pair would divide again. What occurs more often is named before what it
+    is a part of."""
+
+    def divides(expr: ex.Expr) -> bool:
+        operations = {node.op for node in ex.walk(expr) if isinstance(node, ex.Apply)}
+        one_side = side_of(expr) and ex.result_type(expr, rule.types) == "int" and not ex.loads(expr)
+        return bool(one_side and operations.intersection(_ROUNDS_DOWN))
+
+    often = Counter(filter(divides, ex.walk(rule.expr)))
+    found: dict[ex.Expr, None] = {}
+    rest = [rule.expr]
+    while rest:
+        expr = rest.pop(0)
+        if often[expr] and all(often[part] <= often[expr] for part in ex.walk(expr)):
+            found[expr] = None
+        elif not isinstance(expr, ex.Load):
+            rest = [*ex.children(expr), *rest]
+    names: dict[ex.Expr, ex.Symbol] = {}
+    for side, word in (("q", "rows"), ("k", "keys")):
+        alike = [each for each in found if side_of(each) == side]
+        for i, each in enumerate(alike):
+            names[each] = ex.Symbol(f"{rule.kind}__{word}{f'_{i}' if len(alike) > 1 else ''}")
+    return names
+
+
 def _bounds(each: tiles.Range) -> tuple[ex.Expr, ...]:
     return tuple(bound for bound in (each.lo, each.hi, each.full_lo, each.full_hi) if bound is not None)
 
 
 def _helpers(*exprs: ex.Expr | None) -> tuple[str, ...]:
     """Helper functions the printed text calls."""
-    used = {node.op for e in exprs if e is not None for node in ex.walk(e) if isinstance(node, ex.Apply)}
+    nodes = (node for e in exprs if e is not None for node in ex.walk(e))
+    used = {node.op for node in nodes if isinstance(node, ex.Apply) and not _truncates(node)}
     return tuple(sorted(_CALLS[op] for op in used if _CALLS.get(op) in HELPERS))
 
 
@@ -238,6 +306,8 @@ class RenderedLists:
     every: tuple[str, ...]
     gathers: tuple[RenderedGather, ...]
     uniform_loads: tuple[str, ...]
+    pair_loads: tuple[str, ...]
+    """Of what rows and keys read together, at the ends of tiles."""
     symbols: frozenset[str]
     helpers: tuple[str, ...]
 
@@ -255,7 +325,9 @@ class RenderedMask:
     row_loads: tuple[str, ...]
     """Of the rows alone, before the loops."""
     key_loads: tuple[str, ...]
-    """Of a block's keys alone, before its products: lists are of masks that read by key nearly always."""
+    """Of a block's keys, and of its pairs, before its products: masks that are listed read nearly always."""
+    key_terms: tuple[str, ...]
+    """What the element mask asks of a block's keys alone and is worth a line."""
     symbols: frozenset[str]
     """Names the element mask, the reads before it and the bounds use: q_idx, q_pos, first, last, ..."""
     bound_symbols: frozenset[str]
@@ -289,6 +361,11 @@ class RenderedScore:
     row_loads: tuple[str, ...]
     symbols: frozenset[str]
     helpers: tuple[str, ...]
+    pair_loads: tuple[str, ...] = ()
+    """Of the pairs of a block of keys."""
+    may_drop: bool = False
+    """Whether it may give -inf, so that a row may have seen no key though no mask drops any: what floats a
+    rule reads may be -inf, and its parameters are finite."""
 
 
 def render_mask(rule: Rule, may_list: bool = True) -> RenderedMask:
@@ -296,17 +373,24 @@ def render_mask(rule: Rule, may_list: bool = True) -> RenderedMask:
     lists = tiles.lists(rule) if may_list else None
     found = tiles.ranges(rule, "k") if lists is None else ()
     bounds = [bound for each in found for bound in _bounds(each)]
-    text = Printer(rule, (rule.expr, *bounds), early="q" if lists is None else "qk")
+    early = ("q",) if lists is None else ("q", "k", "pair")
+    text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
     always = ex.constant(rule.expr) is True
+    keep = text(ex.substitute(rule.expr, terms))
+
+    def lines_of(side: str) -> tuple[str, ...]:
+        return tuple(f"{name.name} = {text(each)}" for each, name in terms.items() if side_of(each) == side)
+
     return RenderedMask(
-        keep=_lines("k_idx < k_len" if always else f"({text(rule.expr)}) & (k_idx < k_len)"),
+        keep=_lines("k_idx < k_len" if always else f"({keep}) & (k_idx < k_len)"),
         ranges=tuple(
             _rendered_range(text, each, f"_{i}" if len(found) > 1 else "") for i, each in enumerate(found)
         ),
         wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines("q"),
-        key_loads=text.side_lines("k"),
+        row_loads=text.side_lines("q") + lines_of("q"),
+        key_loads=text.side_lines("k") + text.side_lines("pair"),
+        key_terms=lines_of("k"),
         symbols=text.symbols,
         bound_symbols=frozenset().union(*map(ex.free_symbols, bounds)),
         visit_symbols=frozenset().union(
@@ -339,7 +423,7 @@ def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
     """The classification of a mask's tiles, over rows and keys that all exist."""
     bounds, loads = _bounds(lists.within), [gather.load for gather in lists.gathers]
     exprs = (lists.some, lists.every, *bounds, *loads)
-    text = Printer(rule, exprs, checked=False, early="")
+    text = Printer(rule, exprs, checked=False, early=("pair",))
     return RenderedLists(
         within=_rendered_range(text, lists.within, ""),
         some=_lines(text(lists.some)),
@@ -349,6 +433,7 @@ def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
             for each in lists.gathers
         ),
         uniform_loads=text.uniform_lines(),
+        pair_loads=text.side_lines("pair"),
         symbols=text.symbols,
         helpers=_helpers(*exprs),
     )
@@ -359,7 +444,7 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
     rule = spec.score_mod
     if rule is None:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
-    text = Printer(rule, (rule.expr,))
+    text = Printer(rule, (rule.expr,), early=("q", "pair"))
     return RenderedScore(
         text=text(rule.expr),
         folded=False,
@@ -367,4 +452,6 @@ def render_score(spec: AttentionSpec) -> RenderedScore:
         row_loads=text.side_lines("q"),
         symbols=text.symbols,
         helpers=_helpers(rule.expr),
+        pair_loads=text.side_lines("pair"),
+        may_drop=rule.may_drop,
     )

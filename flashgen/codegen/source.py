@@ -19,6 +19,7 @@ from flashgen.codegen.abi import (
     Part,
     Scratch,
     environment_names,
+    sink_arguments,
     tensor_arguments,
 )
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
@@ -117,7 +118,7 @@ def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
         divisor = 16 if facts.access == "aligned" else 1
     elif arg.source.endswith("stride.dim"):
         constant = 1 if facts.access != "strided" else None
-    elif ".stride." in arg.source and not arg.source.startswith(("operand", "descale")):
+    elif ".stride." in arg.source and not arg.source.startswith(("operand", "descale", "sinks")):
         divisor = 16 // spec.itemsize if facts.access == "aligned" else 1
     if ".stride." in arg.source and facts.wide:
         kind = "i64"
@@ -188,6 +189,8 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
         groups.append(splits.BUFFERS)
     elif spec.return_lse:
         groups.append((Arg("LSE", "lse", "*fp32"),))
+    if whole:
+        groups += sink_arguments(spec.sinks)
     if tiling.persistent:
         groups.append((Arg("WORKSPACE", WORKSPACE, "*i32"),))
     sizes = [Arg(name, name, "i32") for name in ("heads", "heads_per_kv")]
@@ -234,6 +237,7 @@ def kernel_name(spec: AttentionSpec, config: Config) -> str:
     rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
     extras = [f"to_{spec.out_dtype}"] if spec.out_dtype else []
     extras += ["lse"] if spec.return_lse else []
+    extras += ["sinks"] if spec.sinks else []
     packed = ["varlen"] if spec.packed else []
     return "_".join([config.family, *packed, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
 
@@ -268,6 +272,8 @@ def _title(spec: AttentionSpec) -> str:
     lines.append(f"Mask {spec.mask.name}: {spec.mask.text}")
     if spec.score_mod is not None:
         lines.append(f"Score rule {spec.score_mod.name}: {spec.score_mod.text}")
+    if spec.sinks:
+        lines.append("With a sink for each head: a logit that takes weight and has no value.")
     return "\n".join(part for line in lines for part in textwrap.wrap(line, 100, break_on_hyphens=False))
 
 

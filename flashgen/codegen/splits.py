@@ -7,7 +7,7 @@ alike, so buffers and second kernel stand here once.
 
 from __future__ import annotations
 
-from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
+from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, sink_arguments, tensor_arguments
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
 
@@ -36,5 +36,6 @@ def parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
         return ()
     lse = ((Arg("LSE", "lse", "*fp32"),),) if spec.return_lse else ()
     sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"))
-    arguments = (BUFFERS, tensor_arguments("OUT", spec.result_dtype), *lse, sizes)
+    sinks = sink_arguments(spec.sinks)
+    arguments = (BUFFERS, tensor_arguments("OUT", spec.result_dtype), *lse, *sinks, sizes)
     return (Part("combine_splits", False, arguments, Grid("row_tiles", 1), num_warps=1),)

@@ -190,7 +190,7 @@ def _reference(
     pair: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
-    mask, score_mod = inputs.mask, inputs.score_mod
+    mask, score_mod, sinks = inputs.mask, inputs.score_mod, inputs.sinks
     if pair is not None:
         batch, head = pair
         kv_head = head // (q.shape[1] // k.shape[1])
@@ -201,11 +201,13 @@ def _reference(
             symbols["batch"] = batch
         mask = Mask(*_fixed(mask, symbols))
         score_mod = None if score_mod is None else ScoreMod(*_fixed(score_mod, symbols))
+        sinks = None if sinks is None else sinks[head : head + 1]
     p, out = rounding or (None, None)
     options: dict[str, Any] = {
         "mask": mask,
         "score_mod": score_mod,
         "scale": inputs.scale,
+        "sinks": sinks,
         "dtype": dtype,
         "round_p_to": p,
         "round_out_to": out,

@@ -23,11 +23,14 @@ from flashgen.codegen.abi import AXES, SIZES, TENSORS
 from flashgen.errors import InvalidArgument
 from flashgen.spec import catalog, masks
 from flashgen.spec import expr as ex
+from flashgen.spec import rule as rules
 from flashgen.spec.attention import (
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
+    MAX_INDEX,
     MIN_HEAD_DIM,
     OUT_DTYPES,
+    SINK_DTYPES,
     AttentionSpec,
     Workload,
 )
@@ -51,17 +54,18 @@ _AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, he
 
 
 class Given(NamedTuple):
-    """What a call says of 8-bit tensors, unchecked."""
+    """What a call says of 8-bit tensors, and its sinks: what most calls leave out. Unchecked."""
 
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
     out_dtype: Any = None
+    sinks: Any = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The factors that are tensors."""
-        return tuple(each for each in self[:3] if isinstance(each, Tensor))
+        """Those of it that are tensors, and may want a gradient."""
+        return tuple(each for each in (*self[:3], self.sinks) if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class Call:
     return_lse: bool
     quantized: Quantized | None = None
     """Of 8-bit tensors."""
+    sinks: Tensor | None = None
+    """(heads,) logits."""
     sequence: int = 0
     """What rules take the first one of the batch for: this call may be one of packed sequences."""
 
@@ -140,6 +146,7 @@ class Call:
             positive_scale=self.folded_scale > 0,
             out_dtype=DTYPE_NAMES[self.out_dtype],
             addressing="varlen" if self.totals else "dense",
+            sinks="" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype],
         )
         bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
         names = [name for each in bound for name, _ in each.rule.params]
@@ -294,7 +301,8 @@ def check(
     check_operands(call)
     if given is None and q.dtype != E4M3:
         return call
-    return replace(call, quantized=as_quantized(given, q, k, layout))
+    sinks = None if given is None else as_sinks(given.sinks, q, layout)
+    return replace(call, quantized=as_quantized(given, q, k, layout), sinks=sinks)
 
 
 def check_return_lse(given: Any) -> None:
@@ -331,6 +339,30 @@ def check_tensors(q: Any, k: Any, v: Any, dims: int, axes: str, takes: str = "it
             raise InvalidArgument(
                 f"{name}.device={tensor.device} must be that of q, {q.device}; move one of them"
             )
+
+
+def as_sinks(given: Any, q: Tensor, layout: str) -> Tensor | None:
+    """A call's sinks: a logit for each query head.
+
+    Raises:
+        InvalidArgument: they are no such tensor.
+    """
+    if given is None:
+        return None
+    heads = q.shape[1] if layout == "bhsd" else q.shape[2]
+    if not isinstance(given, Tensor) or DTYPE_NAMES.get(given.dtype) not in SINK_DTYPES:
+        raise InvalidArgument(
+            f"sinks={shown(given)} must be None or a float32, float16 or bfloat16 tensor (heads,), a logit "
+            "for each query head; convert it"
+        )
+    check_dense("sinks", given)
+    if tuple(given.shape) != (heads,):
+        raise InvalidArgument(f"sinks has shape {tuple(given.shape)}; q has {heads} heads, so ({heads},)")
+    if given.device != q.device:
+        raise InvalidArgument(f"sinks is on {given.device}, q on {q.device}; move one")
+    if not torch.compiler.is_compiling() and given.is_neg():
+        return given.resolve_neg()  # memory holds the values negated
+    return given
 
 
 def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:
@@ -442,6 +474,8 @@ def check_sizes(shapes: Iterable[Sequence[int]], given: str) -> None:
 
 SIZES_AT = len(TENSORS) + 1 + len(TENSORS) * len(AXES)
 """Where the sizes begin in a call environment: behind the pointers and the strides."""
+NUMBERS_AT = SIZES_AT + len(SIZES) + 1
+"""Where the numbers of the rules begin: behind the sizes and the scale."""
 
 _SIZE_OF = {
     "batch": "batch",
@@ -455,39 +489,71 @@ _OPERAND_DTYPES = {
     ours: getattr(torch, theirs.removeprefix("torch.")) for theirs, ours in TORCH_DTYPES.items()
 }
 
-OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...], ...]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reached:
+    """An axis that an expression indexes, such as `q_idx // 128`: how far follows from a call's numbers."""
+
+    indices: tuple[ex.Expr, ...]
+    params: tuple[str, ...]
+    """Of the rule."""
+    first: int
+    """Where the call environment has the first of their values."""
+
+    def least(self, env: Sequence[Any]) -> int:
+        """The shortest axis that can be read so; 0 where that is not known."""
+        values = tuple(env[self.first : self.first + len(self.params)])
+        return _least(self, tuple(env[SIZES_AT : SIZES_AT + len(SIZES)]), values)
+
+
+@lru_cache(maxsize=4096)
+def _least(axis: Reached, sizes: tuple[Any, ...], values: tuple[Any, ...]) -> int:
+    if not all(isinstance(size, int) and size for size in sizes):
+        return 0  # a trace's own sizes, or a call without a query or key
+    named, numbers = dict(zip(SIZES, sizes, strict=True)), dict(zip(axis.params, values, strict=True))
+    reaches = [reach for each in axis.indices if (reach := rules.reach(each, named, numbers)) is not None]
+    return max((hi + 1 if lo >= 0 else MAX_INDEX for lo, hi in reaches), default=0)
+
+
+OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...] | Reached, ...]]
 """An operand's name, dtype, and for each axis the entries of the call environment with the sizes it counts:
 those of the plain symbols, or positions, that index it. The extent is the largest of them. An axis that
-anything else indexes counts nothing that could be compared."""
+anything else indexes is at least as long as that reaches."""
 
 
 def operand_axes(mask: Rule, score_mod: ScoreMod | None) -> tuple[OperandAxes, ...]:
     """The operands of a call's rules, in order."""
     if score_mod is None:
         return _operand_axes(mask)
-    return _operand_axes(mask) + _operand_axes(score_mod.rule)
+    return _operand_axes(mask) + _operand_axes(score_mod.rule, len(mask.params))
 
 
-def _operand_axes(rule: Rule) -> tuple[OperandAxes, ...]:
-    found = _AXES.get(rule.text)
+def _operand_axes(rule: Rule, before: int = 0) -> tuple[OperandAxes, ...]:
+    """Those of one rule, with so many numbers of another before its own in the call environment."""
+    found = _AXES.get((rule.text, before))
     if found is None:
         if len(_AXES) >= 1024:
             _AXES.clear()
-        found = _AXES[rule.text] = tuple(
-            (each.name, _OPERAND_DTYPES[each.dtype], tuple(_counted(rule, each, i) for i in range(each.rank)))
+        found = _AXES[rule.text, before] = tuple(
+            (
+                each.name,
+                _OPERAND_DTYPES[each.dtype],
+                tuple(_counted(rule, each, i, before) for i in range(each.rank)),
+            )
             for each in rule.operands
         )
     return found
 
 
-_AXES: dict[str, tuple[OperandAxes, ...]] = {}  # by text; no lru_cache, which torch cannot trace
+_AXES: dict[tuple[str, int], tuple[OperandAxes, ...]] = {}  # by text; no lru_cache, which torch cannot trace
 
 
-def _counted(rule: Rule, operand: Operand, axis: int) -> tuple[int, ...]:
+def _counted(rule: Rule, operand: Operand, axis: int, before: int) -> tuple[int, ...] | Reached:
     found = [load for load in ex.loads(rule.expr) if load.operand == operand.name]
     indices = [ex.to_text(load.indices[axis]) for load in found]
     if not all(index in _SIZE_OF for index in indices):
-        return ()
+        params = tuple(name for name, _ in rule.params)
+        return Reached(tuple(load.indices[axis] for load in found), params, NUMBERS_AT + before)
     names = {_SIZE_OF[index] for index in indices}
     return tuple(sorted(SIZES_AT + SIZES.index(name) for name in names))
 
@@ -497,6 +563,7 @@ def check_operands(call: Call) -> None:
     for bound in (call.mask, call.score_mod):
         if bound is None or not bound.tensors:
             continue
+        env = (0,) * SIZES_AT + tuple(getattr(call.sizes, each, 1) for each in SIZES) + (0.0, *bound.values)
         for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
@@ -517,6 +584,9 @@ def check_operands(call: Call) -> None:
                     f"not {shown(tensor)}"
                 )
             for axis, entries in enumerate(axes):
+                if isinstance(entries, Reached):
+                    _check_reach(f"{name} of {bound.describe()}", tensor, axis, entries, env)
+                    continue
                 counts = {SIZES[entry - SIZES_AT] for entry in entries}
                 sizes = {each: getattr(call.sizes, each) for each in sorted(counts)}
                 if sizes and shape[axis] != max(sizes.values()):
@@ -524,6 +594,17 @@ def check_operands(call: Call) -> None:
                     raise InvalidArgument(
                         f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts {told}"
                     )
+
+
+def _check_reach(told: str, tensor: Tensor, axis: int, reached: Reached, env: tuple[Any, ...]) -> None:
+    """Of an axis that no plain symbol indexes; a trace leaves it to the call itself."""
+    if torch.compiler.is_compiling() or tensor.shape[axis] >= (least := reached.least(env)):
+        return
+    index = ", ".join(dict.fromkeys(map(ex.to_text, reached.indices)))
+    needs = f"needs at least {least} elements" if least < MAX_INDEX else "would be read before its beginning"
+    raise InvalidArgument(
+        f"{told} has shape {tuple(tensor.shape)}; axis {axis}, of index {index}, {needs} in this call"
+    )
 
 
 def shown(value: object) -> str:

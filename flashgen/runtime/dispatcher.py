@@ -23,10 +23,12 @@ from flashgen.runtime.checks import (
     Call,
     Given,
     OperandAxes,
+    Reached,
     as_mask,
     as_quantized,
     as_scale,
     as_score_mod,
+    as_sinks,
     check,
     fp32_precision,
     operand_axes,
@@ -185,7 +187,7 @@ class Dispatcher:
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, q_shape[3])  # negative, 0, an int, or nothing that is allowed
 
-        folded = scale
+        folded, sinks = scale, None
         if given is None and dtype is not E4M3:
             quantized = None
             out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
@@ -194,6 +196,7 @@ class Dispatcher:
             out_dtype = dtype if quantized is None else quantized.out_dtype
             out = torch_path.empty_output(q, layout, v_shape[3], out_dtype)
             folded = scale if quantized is None else quantized.folded(scale)
+            sinks = None if given is None else as_sinks(given.sinks, q, layout)
         lse = None
         if return_lse:
             lse = q.new_empty(q_shape[:3] if layout == "bhsd" else _rows(q_shape), dtype=torch.float32)
@@ -209,6 +212,8 @@ class Dispatcher:
             check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         if quantized is not None:
             env += quantized.entries(kv_heads, heads_per_kv)
+        if sinks is not None:
+            env += (sinks.data_ptr(), *sinks.stride())
 
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
@@ -231,6 +236,7 @@ class Dispatcher:
             folded > 0.0,
             lse is None,
             fp32_precision() if dtype is _FLOAT32 else None if quantized is None else quantized.out_dtype,
+            None if sinks is None else sinks.dtype,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -238,14 +244,14 @@ class Dispatcher:
             plan = self._resolve(key, call, code, device)
         launch = plan.launch
         if launch is None:
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
             return _result(plan.otherwise(call))
         try:
             launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
                 return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
             return _result(plan.otherwise(call))
         return out if lse is None else (out, lse)
 
@@ -294,7 +300,12 @@ class Dispatcher:
         arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse)
         if tensors:
             sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
-            counted = ((None,) * SIZES_AT) + sizes  # as a dense call's environment has them
+            counted = (
+                *((None,) * SIZES_AT),
+                *sizes,
+                scale,
+                *values,
+            )  # as a dense call's environment has them
             if not (_given(tensors, device) and _fit(tensors, operand_axes(rule, score_mod), counted)):
                 check_packed(*arguments)
 
@@ -573,7 +584,11 @@ class Dispatcher:
             else _TORCH_DTYPES[spec.result_dtype]
             if spec.quantized
             else None,
-            *(length_code(total) - 1 for total in (workload.total_q, workload.total_k) if spec.packed),
+            *(
+                (length_code(total) - 1 for total in (workload.total_q, workload.total_k))
+                if spec.packed
+                else (_TORCH_DTYPES[spec.sinks] if spec.sinks else None,)
+            ),
         )
 
     def explain(self, call: Call, device: int) -> Explanation:
@@ -647,6 +662,10 @@ def _fit(tensors: tuple[Tensor, ...], wanted: tuple[OperandAxes, ...], env: tupl
         if tensor.dtype is not dtype or len(shape) != len(counts):
             return False
         for extent, entries in zip(shape, counts, strict=True):
+            if isinstance(entries, Reached):
+                if extent < entries.least(env):
+                    return False
+                continue
             for entry in entries:
                 if env[entry] > extent:
                     return False

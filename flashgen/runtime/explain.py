@@ -103,7 +103,8 @@ def describe_call(call: Call) -> str:
     dtype = DTYPE_NAMES[call.q.dtype] + (
         "" if call.quantized is None else f" to {DTYPE_NAMES[call.out_dtype]}"
     )
-    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.totals)
+    sinks = call.sinks is not None
+    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.totals, sinks)
 
 
 def describe_workload(workload: Workload) -> str:
@@ -116,7 +117,9 @@ def describe_workload(workload: Workload) -> str:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
     dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
     totals = (workload.total_q, workload.total_k) if spec.packed else ()
-    return _sentence(workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, totals)
+    return _sentence(
+        workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, totals, bool(spec.sinks)
+    )
 
 
 def _sentence(
@@ -126,6 +129,7 @@ def _sentence(
     mask: Mask,
     score_mod: ScoreMod | None,
     totals: tuple[int, ...],
+    sinks: bool,
 ) -> str:
     of_q, of_k = (f" at most, {total} together" for total in totals) if totals else ("", "")
     told = [
@@ -139,6 +143,8 @@ def _sentence(
     ]
     if score_mod is not None:
         told.append(f"score rule {score_mod.describe()}")
+    if sinks:
+        told.append("sinks")
     return "attention, " + ", ".join(told)
 
 

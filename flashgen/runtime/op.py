@@ -61,6 +61,7 @@ def define(serve: Serve) -> Any:
         v_descale: Tensor | None = None,
         v_factor: float = 1.0,
         out_dtype: torch.dtype | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if transformed():
             raise InvalidArgument(
@@ -68,7 +69,7 @@ def define(serve: Serve) -> Any:
                 "flashgen.attention, which is computed by torch's own operations there"
             )
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype)
+        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype, sinks)
         result = serve(q, k, v, *rules, scale, layout, return_lse, given)
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
@@ -90,9 +91,10 @@ def define(serve: Serve) -> Any:
         v_descale: Tensor | None = None,
         v_factor: float = 1.0,
         out_dtype: torch.dtype | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype)
+        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype, sinks)
         call = check(q, k, v, *rules, None, layout, return_lse, given)
         out = torch_path.empty_output(q, layout, v.shape[3], call.out_dtype)
         rows = call.bhsd(q).shape[:3] if return_lse else (0,)
@@ -153,6 +155,7 @@ def traced(
         layout,
         return_lse,
         *of_quantized,
+        **({} if given is None or given.sinks is None else {"sinks": given.sinks}),
     )
     return (out, lse) if return_lse else out
 
@@ -165,11 +168,11 @@ def _tensors_and_factor(quantized: Quantized) -> tuple[Any, ...]:
 
 
 def _given(q: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
-           v_factor: float, out_dtype: torch.dtype | None) -> Given | None:  # fmt: skip
+           v_factor: float, out_dtype: torch.dtype | None, sinks: Tensor | None) -> Given | None:  # fmt: skip
     """The inverse of it."""
     if q.dtype != E4M3:
-        return None
-    return Given(q_descale, k_descale, v_factor if v_descale is None else v_descale, out_dtype)
+        return None if sinks is None else Given(sinks=sinks)
+    return Given(q_descale, k_descale, v_factor if v_descale is None else v_descale, out_dtype, sinks)
 
 
 def _rules(

@@ -27,6 +27,7 @@ from flashgen.build.reference import (
     row_maximum,
     ruled,
     symbols,
+    with_sink,
 )
 from flashgen.runtime.checks import FULL, Call, transformed
 from flashgen.runtime.packed import PackedCall
@@ -48,6 +49,8 @@ def empty_result(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.return_lse:
         rows = (sizes.heads, *call.totals[:1]) if call.totals else (sizes.batch, sizes.heads, sizes.q_len)
         lse = call.q.new_full(rows, -math.inf, dtype=torch.float32)
+        if call.sinks is not None:
+            lse.copy_(call.sinks[:, None])
     return out, lse
 
 
@@ -98,8 +101,16 @@ def reference(call: Call) -> tuple[Tensor, Tensor | None]:
     q, k, v = (call.bhsd(tensor.detach()) for tensor in (call.q, call.k, call.v))
     if call.quantized is not None:
         q, k, v = (each.detach() for each in call.quantized.true(q, k, v))
+    sinks = None if call.sinks is None else call.sinks.detach()
     exact, lse = attention_reference(
-        q, k, v, mask=call.mask, score_mod=call.score_mod, scale=call.scale, sequence=call.sequence
+        q,
+        k,
+        v,
+        mask=call.mask,
+        score_mod=call.score_mod,
+        scale=call.scale,
+        sinks=sinks,
+        sequence=call.sequence,
     )
     out = empty_output(call.q, call.layout, v.shape[3], call.out_dtype)
     call.bhsd(out).copy_(exact)
@@ -124,7 +135,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     lse = None
     with without_autocast(q.device.type):
         if k.shape[2] == 0:
-            out, lse = _without_keys(q, k, v)
+            out, lse = _without_keys(q, k, v, call.sinks)
         elif _says_the_same(call):
             out = _by_sdpa(call, q, k, v)
         else:
@@ -135,11 +146,15 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-def _without_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros, and an LSE of -inf; gradients are zero too. A rule could not even read its operands."""
+def _without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeros, and an LSE of -inf or of the sinks alone; the output's gradients are zero too. A rule could not
+    even read its operands.
+    """
     first = q[..., :1]
     zero = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0) + k.sum() + v.sum()
     lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
+    if sinks is not None:
+        lse = sinks.float()[:, None].expand(q.shape[:-1])
     return zero.expand(*q.shape[:-1], v.shape[-1]), lse
 
 
@@ -188,7 +203,7 @@ def describe(call: Call) -> str:
 def _says_the_same(call: Call) -> bool:
     """Whether `scaled_dot_product_attention` serves a call. Its backends know no forward-mode AD."""
     plain = call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty
-    return plain and not transformed()
+    return plain and call.sinks is None and not transformed()
 
 
 def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,24 +280,28 @@ def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     k, v = k.float(), v.float()
     mask = None if call.mask.rule.text == _FULL else call.mask
 
-    def some_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def some_rows(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rows: slice
+    ) -> tuple[Tensor, Tensor]:
         q = q[:, :, rows].float()
         grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], q.shape[2], q.shape[3])
         scores = (grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * call.scale
-        scores = ruled(scores, mask, call.score_mod, _symbols(call, rows))
+        scores = with_sink(ruled(scores, mask, call.score_mod, _symbols(call, rows)), sinks)
         maximum = row_maximum(scores)
         weights = torch.exp(scores - maximum)
-        by_group = weights.reshape(*grouped.shape[:4], k.shape[2])
+        by_group = weights[..., : k.shape[2]].reshape(*grouped.shape[:4], k.shape[2])
         products = (by_group @ v[:, :, None]).flatten(1, 2)
         return finished(maximum, weights.sum(-1, keepdim=True), products)
 
     step = max(1, CHUNK_SCORES // max(1, batch * heads * k.shape[2]))
     if torch.compiler.is_compiling() or step >= q_len:
-        out, lse = some_rows(q, k, v, slice(0, q_len))
+        out, lse = some_rows(q, k, v, call.sinks, slice(0, q_len))
     else:
         again = torch.is_grad_enabled() and not transformed()  # a transform allows no saved-tensor hooks
         parts = [
-            checkpoint(some_rows, q, k, v, rows, use_reentrant=False) if again else some_rows(q, k, v, rows)
+            checkpoint(some_rows, q, k, v, call.sinks, rows, use_reentrant=False)
+            if again
+            else some_rows(q, k, v, call.sinks, rows)
             for rows in (slice(start, min(start + step, q_len)) for start in range(0, q_len, step))
         ]
         out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))

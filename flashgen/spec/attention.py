@@ -21,6 +21,9 @@ DESCALES = {"q": ("batch", "kv_head", "member"), "k": ("batch", "kv_head"), "v":
 """The tensors that 8-bit inputs come with factors for, and what a factor may differ by: the member is a query
 head's place among those of its key head."""
 
+SINK_DTYPES = ("fp32", "fp16", "bf16")
+"""Of the sinks, a logit for each query head."""
+
 _MIN_CHUNK = {"e4m3": 32}
 """What tensor cores multiply at a time along a head dim, where it is not 16: 32 bytes."""
 
@@ -72,6 +75,8 @@ class AttentionSpec:
     """The fast form folds the scale into exp2 after the row maximum, which needs scale > 0."""
     out_dtype: str = ""
     """Of the output, where it is not the first that `OUT_DTYPES` allows: `result_dtype` is it in any case."""
+    sinks: str = ""
+    """Of the sinks, where there are any: a logit for each query head that takes weight and has no value."""
 
     def __post_init__(self) -> None:
         for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -89,6 +94,10 @@ class AttentionSpec:
             raise InvalidArgument(
                 f"out_dtype={shown(self.out_dtype)} of {self.dtype} inputs is not served; "
                 f"allowed: {', '.join(allowed)}"
+            )
+        if self.sinks not in ("", *SINK_DTYPES):
+            raise InvalidArgument(
+                f"sinks={shown(self.sinks)} are not served; allowed: {', '.join(SINK_DTYPES)}, or none"
             )
         if self.op not in OPS:
             raise InvalidArgument(f"op={shown(self.op)} is not served; allowed: {', '.join(OPS)}")
@@ -149,12 +158,12 @@ class AttentionSpec:
         return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
 
     def tuned_as(self) -> AttentionSpec:
-        """The spec whose records serve this one: the LSE store, the sign of the scale and which of two 16-bit
-        dtypes the output has move no optimum.
+        """The spec whose records serve this one: the LSE store, the sign of the scale, which of two 16-bit
+        dtypes the output has and what a sink adds to a row's sum move no optimum.
         """
-        if not self.return_lse and self.positive_scale and not self.out_dtype:
+        if not self.return_lse and self.positive_scale and not self.out_dtype and not self.sinks:
             return self
-        return replace(self, return_lse=False, positive_scale=True, out_dtype="")
+        return replace(self, return_lse=False, positive_scale=True, out_dtype="", sinks="")
 
     @property
     def key(self) -> str:
@@ -183,6 +192,7 @@ class AttentionSpec:
             if self.score_mod is None
             else {"name": self.score_mod.name, "text": self.score_mod.text},
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
+            **({"sinks": self.sinks} if self.sinks else {}),
         }
 
     @classmethod

@@ -99,13 +99,16 @@ def _parameters(signature: inspect.Signature) -> str:
     return f"({', '.join(map(str, bare))})"
 
 
-def _literal(node: ast.expr) -> int | float | str | bool | None:
+def _literal(node: ast.expr) -> int | float | str | bool | tuple[int, ...] | None:
+    value: Any
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         value = node
-    if value is not None and not isinstance(value, int | float | str):
-        raise InvalidArgument(
-            f"{shown(ast.unparse(node))} is no argument; write a number, None or a word in quotes"
-        )
-    return value
+    if isinstance(value, tuple) and all(type(each) is int for each in value):
+        return value
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise InvalidArgument(
+        f"{shown(ast.unparse(node))} is no argument; write a number, (numbers), None or a word in quotes"
+    )

@@ -516,6 +516,8 @@ class Style:
     """Other names for symbols and parameters."""
     calls: Mapping[str, str] = field(default_factory=dict)
     """Functions to print instead, by key in `OPERATIONS`; an operator listed here is printed as a call."""
+    keeps: Callable[[Apply], bool] = lambda _: False
+    """Whether an operator that is listed there is printed as itself all the same."""
     load: Callable[[Load, tuple[str, ...]], str] | None = None
     """Prints a load, given it and the text of its indices."""
     literal: Callable[[int | float | bool], str] = repr
@@ -541,7 +543,7 @@ def _print(expr: Expr, style: Style) -> tuple[str, int]:
         return (style.load(expr, indices) if style.load else f"{expr.operand}[{', '.join(indices)}]"), ATOM
     row = OPERATIONS[expr.op]
     parts = [_print(arg, style) for arg in expr.args]
-    if row.notation == "call" or row.key in style.calls:
+    if row.notation == "call" or (row.key in style.calls and not style.keeps(expr)):
         return f"{style.calls.get(row.key, row.text)}({', '.join(text for text, _ in parts)})", ATOM
     # Left operands may bind as tightly as the operator, right ones must bind tighter. Comparisons do not
     # group at all (Python reads a < b < c as a chain), so both of theirs must bind tighter.

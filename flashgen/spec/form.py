@@ -130,6 +130,7 @@ SPEC: dict[str, Any] = {
     "mask": _RULE,
     "score_mod": Maybe(_RULE),
     "out_dtype": Absent(Text()),
+    "sinks": Absent(Text()),
 }
 PARAMS = Each(_FLOAT)
 CONFIG = Each((Number(), Text()))

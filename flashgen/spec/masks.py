@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from flashgen.errors import InvalidArgument
@@ -101,6 +102,34 @@ _DOCUMENT = {
 }
 _KEY_PADDING_RANK = {"i32": 1, "i64": 1, "i1": 2}
 _KEY_PADDING_WORDS = {"lengths": "i32", "keep": "i1"}
+_PREFIX_LM = {
+    dtype: _rule(
+        f"(k_idx < prefix_lens[batch]) | (q_pos >= k_idx) where prefix_lens: {dtype}",
+        "prefix_lm",
+        f'prefix_lm("{dtype}")',
+    )
+    for dtype in ("i32", "i64")
+}
+# Remainders of each side: one division for each row and each key, where that of the difference is one a pair.
+_DILATED = _rule(
+    "(q_pos - k_idx <= window) & (k_idx - q_pos <= window) & (q_pos % dilation == k_idx % dilation) "
+    "where window: i32, dilation: i32",
+    "dilated",
+    "dilated({}, {})",
+)
+_GLOBAL_TOKENS = _rule(
+    "(k_idx < tokens) | (q_pos < tokens) where tokens: i32", "global_tokens", "global_tokens({})"
+)
+# k_idx lies from clamp(q_pos - window // 2, 0, k_len - window) on, for `window` keys. Without the clamp's
+# minimum and maximum it is four comparisons that the tile ranges are solved from.
+_NEIGHBORHOOD = _rule(
+    "((q_pos - k_idx <= window // 2) | (k_idx >= k_len - window)) & "
+    "((k_idx - q_pos < window - window // 2) | (k_idx < window)) where window: i32",
+    "neighborhood",
+    "neighborhood({})",
+)
+_BLOCK_WORDS = {"": "shared", "b": "batch", "h": "heads", "bh": "batch_heads"}
+"""What the blocks of `block_sparse` may differ by, and the word for it."""
 
 
 def full() -> Mask:
@@ -134,17 +163,39 @@ def sliding_window(left: int | None, right: int | None) -> Mask:
 
 
 def _window(side: str, given: Any) -> int | None:
-    size = given if type(given) is int else None
-    if size is None and not isinstance(given, bool):
-        try:
-            size = operator.index(given)
-        except TypeError:
-            size = None
+    size = _whole(given)
     if size is None or size < 0:
         raise InvalidArgument(
             f"{side}={shown(given)} must be a number of keys, 0 or more, or None for no limit"
         )
     return size if size < UNLIMITED else None
+
+
+def _whole(given: Any) -> int | None:
+    """The number, if it is a whole one of any type that counts."""
+    if type(given) is int:
+        return given
+    if isinstance(given, bool):
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def _count(name: str, given: Any, least: int) -> int:
+    """A number that the kernel is given, below `UNLIMITED`."""
+    size = _whole(given)
+    if size is None or not least <= size < UNLIMITED:
+        raise InvalidArgument(f"{name}={shown(given)} must be a whole number from {least} to {UNLIMITED - 1}")
+    return size
+
+
+def _pair(name: str, given: Any) -> tuple[int, int]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InvalidArgument(f"{name}={shown(given)} must be a pair of whole numbers, such as (64, 64)")
+    first, second = (_count(f"{name}[{i}]", each, 1) for i, each in enumerate(given))
+    return first, second
 
 
 def key_padding(keys: Any = "lengths") -> Mask:
@@ -169,7 +220,32 @@ def key_padding(keys: Any = "lengths") -> Mask:
     return Mask(rule, (), (keys,))
 
 
-def document(ids: Any = "i32") -> Mask:
+def prefix_lm(prefix_lens: Any = "i32") -> Mask:
+    """A query sees the keys of its sequence's prefix, and the keys up to its own position.
+
+    Args:
+        prefix_lens: an int32 or int64 tensor (batch,) with the number of keys of each prefix. The words `i32`
+            and `i64` stand for a tensor that is bound later.
+    """
+    if isinstance(prefix_lens, str):
+        return _bound_later("prefix_lens", prefix_lens, _PREFIX_LM)
+    rule = _PREFIX_LM.get(rules.operand_dtype(prefix_lens))
+    if rule is None or len(prefix_lens.shape) != 1:
+        raise InvalidArgument(
+            "prefix_lm takes an int32 or int64 tensor (batch,) with the length of each sequence's prefix; "
+            f"not {rules.told_operand(prefix_lens)}"
+        )
+    return Mask(rule, (), (prefix_lens,))
+
+
+def _bound_later(name: str, word: str, known: Mapping[str, Rule]) -> Mask:
+    if word not in known:
+        words = " or ".join(map(repr, known))
+        raise InvalidArgument(f"{name}={shown(word)} must be {words}, or a tensor")
+    return Mask(known[word], (), (None,))
+
+
+def document(ids: Any = "i32", *, cu_seqlens: Any = None, length: Any = None) -> Mask:
     """A query sees the keys of its own document, wherever they stand.
 
     Args:
@@ -177,11 +253,22 @@ def document(ids: Any = "i32") -> Mask:
             one row for all sequences. A query has the document of the key at its position; where queries
             are more than keys, the first ones have none and see nothing. The words `i32` and `i64` stand for
             a tensor that is bound later.
+        cu_seqlens: in its place, of a single row (batch 1) that documents are packed into: an int32 or int64
+            tensor (documents + 1,) with where each begins and, last, where the last one ends. Documents may
+            be empty. Keys behind the end are one more.
+        length: keys of that row. The host knows it, and never reads a tensor of a GPU.
+
+    From `cu_seqlens` the ids are made on its device, by a few small kernels and without waiting: make the
+    mask once and give it to every layer.
     """
+    if cu_seqlens is not None:
+        if not isinstance(ids, str):
+            raise InvalidArgument("document takes ids or cu_seqlens, not both; leave out one")
+        return Mask(_DOCUMENT["i32"], (), (_documents_of(cu_seqlens, length),))
+    if length is not None:
+        raise InvalidArgument(f"length={shown(length)} goes with cu_seqlens alone; leave it out")
     if isinstance(ids, str):
-        if ids not in _DOCUMENT:
-            raise InvalidArgument(f"ids={shown(ids)} must be 'i32' or 'i64', or a tensor")
-        return Mask(_DOCUMENT[ids], (), (None,))
+        return _bound_later("ids", ids, _DOCUMENT)
     rule = _DOCUMENT.get(rules.operand_dtype(ids))
     if rule is None or len(ids.shape) != 2:
         raise InvalidArgument(
@@ -189,6 +276,146 @@ def document(ids: Any = "i32") -> Mask:
             f"not {rules.told_operand(ids)}"
         )
     return Mask(rule, (), (ids,))
+
+
+def _documents_of(cu_seqlens: Any, length: Any) -> Any:
+    """The document of each key of a packed row, int32 (1, length)."""
+    told = rules.told_operand(cu_seqlens)
+    integral = rules.operand_dtype(cu_seqlens) in ("i32", "i64")
+    if not integral or len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 2:
+        raise InvalidArgument(
+            "cu_seqlens of document is an int32 or int64 tensor (documents + 1,) with where each document "
+            f"begins, and where the last one ends; not {told}"
+        )
+    if length is None:
+        raise InvalidArgument(
+            "document(cu_seqlens=...) needs length, the keys of the packed row: length=k.shape[2]"
+        )
+    keys = _count("length", length, 1)
+    if cu_seqlens.device.type == "cpu":
+        _check_edges(cu_seqlens.tolist(), keys)
+    # How many documents have ended at a key or before it. Clamped, for an index past the end is a failure of
+    # the whole GPU there.
+    ends = cu_seqlens[1:].clamp(0, keys).long()
+    marks = cu_seqlens.new_zeros(keys + 1).int()
+    return marks.index_add(0, ends, (ends >= 0).int()).cumsum(0)[:keys].int()[None]
+
+
+def _check_edges(edges: list[int], length: int) -> None:
+    """Where the values are on the host."""
+    fault = next((i for i, (a, b) in enumerate(pairwise(edges)) if b < a), None)
+    if edges[0] != 0:
+        why = f"begins with {edges[0]}, and must begin with 0"
+    elif fault is not None:
+        why = f"falls from {edges[fault]} to {edges[fault + 1]} at index {fault + 1}, and must never fall"
+    elif edges[-1] > length:
+        why = f"ends at {edges[-1]}, and must end within length={length}"
+    else:
+        return
+    raise InvalidArgument(f"cu_seqlens of document {why}: it holds the sums of the documents' lengths so far")
+
+
+def dilated(window: int, dilation: int) -> Mask:
+    """A query sees the keys at most `window` from its position on either side, and of these every
+    `dilation`-th, counted from itself. Causal with `& causal()`.
+
+    Args:
+        window: the largest distance, 0 or more.
+        dilation: 1 or more; 1 is a sliding window.
+    """
+    return Mask(_DILATED, (_count("window", window, 0), _count("dilation", dilation, 1)))
+
+
+def global_tokens(count: int) -> Mask:
+    """All queries see the first `count` keys, and the queries at the first `count` positions see all keys.
+
+    Joined with a window it is the pattern of Longformer (Beltagy et al. 2020, section 3.1):
+    `sliding_window(256, 256) | global_tokens(4)`.
+    """
+    return Mask(_GLOBAL_TOKENS, (_count("count", count, 0),))
+
+
+def neighborhood(window: Any, kernel: Any = None) -> Mask:
+    """A query sees the keys nearest to it, of as large a neighbourhood at a border as in the middle: near an
+    end it is shifted inward, not cut (Hassani et al. 2023, Neighborhood Attention Transformer, section 3.2).
+
+    Args:
+        window: with nothing else, the number of keys of a sequence's neighbourhood: `window // 2` before the
+            query's position, itself, and the others behind. Of fewer keys all are seen. With `kernel`, the
+            (height, width) of a grid whose positions stand row by row in the sequence, k_len their product.
+        kernel: the (height, width) of a grid position's neighbourhood, each at most the grid's.
+
+    The grid's width is compiled in: kernels divide by it, and a number known to the compiler divides in a
+    few instructions.
+    """
+    if kernel is None:
+        if isinstance(window, tuple | list):
+            raise InvalidArgument(
+                f"neighborhood({shown(tuple(window))}) of a grid needs its kernel, such as (7, 7)"
+            )
+        return Mask(_NEIGHBORHOOD, (_count("window", window, 1),))
+    height, width = _pair("window", window)
+    kernel_h, kernel_w = _pair("kernel", kernel)
+    if kernel_h > height or kernel_w > width:
+        raise InvalidArgument(
+            f"kernel=({kernel_h}, {kernel_w}) must not be larger than the grid, ({height}, {width})"
+        )
+    return Mask(_grid(width), (height, kernel_h, kernel_w))
+
+
+@lru_cache(maxsize=256)
+@catalog.constant_in_traces
+def _grid(width: int) -> Rule:
+    """Of both axes: from clamp(position - kernel // 2, 0, length - kernel) on, as many as `kernel`.
+
+    Down the grid it is told of keys by the first key of a row, so that a pair costs two comparisons.
+    """
+    top = f"min(max(max(q_pos, 0) // {width} - kernel_h // 2, 0), height - kernel_h)"
+    left = f"min(max(max(q_pos, 0) % {width} - kernel_w // 2, 0), {width} - kernel_w)"
+    text = (
+        f"(k_idx >= {top} * {width}) & (k_idx < ({top} + kernel_h) * {width}) & "
+        f"(k_idx % {width} >= {left}) & (k_idx % {width} < {left} + kernel_w) "
+        "where height: i32, kernel_h: i32, kernel_w: i32"
+    )
+    return _rule(text, f"neighborhood_w{width}", f"neighborhood(({{}}, {width}), ({{}}, {{}}))")
+
+
+def block_sparse(block_mask: Any = "shared", block_size: Any = 128) -> Mask:
+    """A query sees the keys of the blocks that a table keeps for its own block.
+
+    Args:
+        block_mask: a bool tensor (batch or 1, heads or 1, blocks of queries, blocks of keys), True for blocks
+            to keep. The words `shared`, `batch`, `heads` and `batch_heads` stand for a tensor that is bound
+            later, by what its blocks differ by.
+        block_size: queries and keys of a block: a number, or one of each. The sequences' last blocks may be
+            shorter. It is compiled in. Kernels skip what their own tiles can tell to be empty: those of at
+            most as many rows and keys as a block.
+    """
+    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    q_size, k_size = _pair("block_size", sizes)
+    if isinstance(block_mask, str):
+        differs = next((by for by, word in _BLOCK_WORDS.items() if word == block_mask), None)
+        if differs is None:
+            words = ", ".join(map(repr, _BLOCK_WORDS.values()))
+            raise InvalidArgument(f"block_mask={shown(block_mask)} must be one of {words}, or a tensor")
+        return Mask(_blocks(differs, q_size, k_size), (), (None,))
+    if rules.operand_dtype(block_mask) != "i1" or len(block_mask.shape) != 4:
+        raise InvalidArgument(
+            "block_sparse takes a bool tensor (batch or 1, heads or 1, blocks of queries, blocks of keys), "
+            f"True for blocks to keep; not {rules.told_operand(block_mask)}"
+        )
+    differs = "".join(by for by, extent in zip("bh", block_mask.shape, strict=False) if extent != 1)
+    return Mask(_blocks(differs, q_size, k_size), (), (block_mask,))
+
+
+@lru_cache(maxsize=256)
+@catalog.constant_in_traces
+def _blocks(differs: str, q_size: int, k_size: int) -> Rule:
+    where = [symbol if symbol[0] in differs else "0" for symbol in ("batch", "head")]
+    text = f"kept[{', '.join(where)}, q_idx // {q_size}, k_idx // {k_size}] where kept: i1"
+    size = f"{q_size}" if q_size == k_size else f"({q_size}, {k_size})"
+    name = "_".join(["block_sparse", *([_BLOCK_WORDS[differs]] if differs else [])])
+    return _rule(text, name, f'block_sparse("{_BLOCK_WORDS[differs]}", {size})')
 
 
 MASKS: Mapping[str, Entry[Mask]] = {
@@ -203,6 +430,21 @@ MASKS: Mapping[str, Entry[Mask]] = {
         key_padding, "keys within each sequence's length, or those a bool tensor keeps", ((), ("keep",))
     ),
     "document": Entry(document, "keys of the query's own document", ((), ("i64",))),
+    "prefix_lm": Entry(prefix_lm, "keys of the sequence's prefix, and up to the query", ((), ("i64",))),
+    "dilated": Entry(
+        dilated, "every `dilation`-th key at most `window` from the query", ((12, 3), (7, 1), (0, 2))
+    ),
+    "global_tokens": Entry(global_tokens, "the first keys, and all keys for the first queries", ((3,), (0,))),
+    "neighborhood": Entry(
+        neighborhood,
+        "the `window` nearest keys, or those of a grid's (height, width) in a kernel (height, width)",
+        ((7,), (4,), ((6, 5), (3, 3)), ((4, 8), (2, 5))),
+    ),
+    "block_sparse": Entry(
+        block_sparse,
+        "keys of the blocks that a bool tensor keeps for the query's block",
+        ((), ("heads", 8), ("batch_heads", (4, 16))),
+    ),
 }
 """The masks that have a name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec import expr as ex
 from flashgen.spec.expr import Expr
 from flashgen.spec.form import MAX_ENTRIES, shown
+from flashgen.spec.interval import Interval
 
 KINDS: Mapping[str, frozenset[str]] = {
     "mask": frozenset(ex.SYMBOLS) - {"score"},
@@ -136,6 +138,12 @@ class Rule:
         types = {name: PARAM_TYPES[type_] for name, type_ in self.params}
         return types | {operand.name: OPERAND_DTYPES[operand.dtype] for operand in self.operands}
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether a score rule may give -inf: it says so itself, or an operand may hold it."""
+        written = any(each == ex.Const(math.inf) for each in ex.walk(self.expr))
+        return written or any(OPERAND_DTYPES[operand.dtype] == "float" for operand in self.operands)
+
     @classmethod
     def parse(cls, kind: str, text: str, *, name: str = "", form: str = "") -> Rule:
         """Reads a rule's text, which may come from anywhere.
@@ -232,6 +240,34 @@ def _parse(kind: str, text: str, name: str, form: str) -> Rule:
     params = tuple((each, type_) for each, type_ in types.items() if each not in ranks)
     operands = tuple(Operand(each, types[each], ranks[each]) for each in types if each in ranks)
     return Rule(kind, expr, params, operands, name, form)
+
+
+_MONOTONE = frozenset({"+", "-", "*", "//", "neg", "min", "max"})
+
+
+def reach(index: Expr, sizes: Mapping[str, int], numbers: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The least and the greatest value of an operand's index in a call, or None where that is not known.
+
+    Exact: of an index of other operations, or that reads a symbol twice, interval arithmetic would say more
+    than there is.
+
+    Args:
+        sizes: batch, heads, kv_heads, q_len and k_len, none of them 0.
+        numbers: the rule's, by name.
+    """
+    walked = list(ex.walk(index))
+    read = [node.name for node in walked if isinstance(node, ex.Symbol)]
+    monotone = all(node.op in _MONOTONE for node in walked if isinstance(node, ex.Apply))
+    known = {"batch": "batch", "head": "heads", "kv_head": "kv_heads", "q_idx": "q_len", "k_idx": "k_len"}
+    varying = {*known, "q_pos"}
+    rows = len({"q_idx", "q_pos"}.intersection(read))
+    if not monotone or rows > 1 or any(read.count(each) > 1 for each in varying) or ex.loads(index):
+        return None
+    env: dict[str, Any] = {name: Interval(0, sizes[size] - 1) for name, size in known.items()}
+    env |= {"q_len": sizes["q_len"], "k_len": sizes["k_len"]}
+    env["q_pos"] = Interval(sizes["k_len"] - sizes["q_len"], sizes["k_len"] - 1)
+    lo, hi = ex.bounds(index, {**numbers, **env})
+    return (lo, hi) if isinstance(lo, int) and isinstance(hi, int) else None
 
 
 # Combining

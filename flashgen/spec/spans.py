@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import product
 
 from flashgen.spec import expr as ex
 from flashgen.spec.expr import FALSE, ONE, TRUE, ZERO, Apply, Expr, Load, Symbol, make
@@ -95,7 +96,8 @@ class Spans:
         return rule(*args)
 
     def _load(self, load: Load) -> Span:
-        """Of what one side reads, its ends; of what both read together, the one element if it is one."""
+        """Of what one side reads, its ends; of what both read together, the one element if it is one, and of
+        truth values the four corners where there is nothing between them."""
         if side := side_of(load):
             if load not in self.gathers:
                 stem = f"{load.operand}__{side}"
@@ -104,6 +106,11 @@ class Spans:
             gather = self.gathers[load]
             return Span(gather.least, gather.most)
         indices = tuple(map(self.of, load.indices))
+        if self.types[load.operand] == "bool":
+            near = (make("<=", make("-", each.hi, each.lo), ONE) for each in indices if each.lo != each.hi)
+            ends = (dict.fromkeys((each.lo, each.hi)) for each in indices)
+            corners = [Load(load.operand, where) for where in product(*ends)]
+            return Span(_all(*corners), _any(*corners), _all(*(each.known for each in indices), *near))
         single = [make("==", each.lo, each.hi) for each in indices if each.lo != each.hi]
         element = Load(load.operand, tuple(each.lo for each in indices))
         return Span(element, element, _all(*(each.known for each in indices), *single))

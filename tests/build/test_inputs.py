@@ -8,9 +8,18 @@ import torch
 from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules, packed_lengths
 from flashgen.errors import InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
-from flashgen.spec.masks import causal, document, full, key_padding, sliding_window
+from flashgen.spec.masks import (
+    block_sparse,
+    causal,
+    document,
+    full,
+    key_padding,
+    neighborhood,
+    prefix_lm,
+    sliding_window,
+)
 from flashgen.spec.rule import Rule
-from flashgen.spec.score_mods import softcap
+from flashgen.spec.score_mods import alibi, bias, relative, softcap
 from flashgen.tune.suites import make_workload, packed
 
 SIZES = {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 96, "k_len": 160, "batch": 3}
@@ -82,8 +91,29 @@ def test_density_says_how_operands_were_drawn() -> None:
         (key_padding() & causal(), "lengths uniform in [k/2, k]"),
         (key_padding("keep"), "right padding, lengths uniform in [k/2, k]"),
         (causal() & document("i64"), "documents of lengths uniform in [k/16, k/4]"),
+        (prefix_lm("i64"), "lengths uniform in [k/2, k]"),
+        (block_sparse("heads", 32), "a quarter of the blocks and the diagonal"),
+        (neighborhood((8, 20), (3, 5)), "full"),
     ):
         assert density(make_workload(mask=mask, dtype="fp32", **SIZES)) == told
+
+
+def test_operands_of_score_rules_are_as_large_as_they_are_read() -> None:
+    for mod, shape, told in (
+        (bias("bhqk", "bf16"), (3, 4, 96, 160), "normal numbers"),
+        (bias("k"), (1, 1, 1, 160), "normal numbers"),
+        (relative("fp16", 17), (4, 35), "normal numbers"),
+        (alibi(), (4,), "slopes of ALiBi"),
+    ):
+        workload = make_workload(mask=causal(), score_mod=mod, dtype="fp32", **SIZES)
+        (tensor,) = make_rules(workload)[1].tensors
+        assert tuple(tensor.shape) == shape and density(workload) == told
+        assert mod.bind(tensor).rule == mod.rule, "of the rule's dtype"
+        assert told != "normal numbers" or 0.7 < float(tensor.float().std()) < 1.3
+    (table,) = make_rules(make_workload(mask=block_sparse("batch", (32, 64)), dtype="fp32", **SIZES))[
+        0
+    ].tensors
+    assert table.shape == (3, 1, 3, 3) and bool(table.diagonal(dim1=2, dim2=3).all())
 
 
 def test_c39_no_operands_no_score_rule_and_no_lse_are_fine() -> None:

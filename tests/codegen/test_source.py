@@ -18,7 +18,8 @@ from flashgen.codegen.family import Family
 from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render, write
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
-from flashgen.spec.target import find_target
+from flashgen.spec.rule import Rule
+from flashgen.spec.target import TARGETS, find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
@@ -52,6 +53,13 @@ SAMPLES = {
     ),
     "documents": source(
         AttentionSpec(64, 64, "bf16", (masks.causal() & masks.document()).rule), "m64n64w4s2_tma_heads"
+    ),
+    "prefix_bias": source(
+        AttentionSpec(64, 64, "bf16", masks.prefix_lm().rule, score_mods.bias("hqk", "fp16").rule),
+        "m64n64w4s2_tma_heads",
+    ),
+    "grid_neighborhood": source(
+        AttentionSpec(64, 64, "bf16", masks.neighborhood((32, 48), (7, 7)).rule), "m64n64w4s2_tma_heads"
     ),
     "interpreter": source(
         AttentionSpec(16, 16, "bf16", positive_scale=False), "m16n32w4s1_tma_heads", Toolchain("3.6.0", True)
@@ -89,6 +97,25 @@ SAMPLES = {
     "sm90_documents": sm90(
         AttentionSpec(128, 128, "bf16", (masks.causal() & masks.document()).rule),
         "c2x1n64s4g4p1_late_always_tree_lane_dynamic",
+    ),
+    "sm90_blocks": sm90(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.block_sparse("heads", 128)).rule),
+        "c1x2n64s4g4p1_late_lazy_tree_lane_dynamic",
+    ),
+    "sm90_dilated_alibi": sm90(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.dilated(512, 4)).rule, score_mods.alibi().rule),
+        "c1x2n64s4g4p1_late_lazy_tree_lane_plain",
+    ),
+    "window_sinks": source(
+        AttentionSpec(64, 64, "bf16", masks.sliding_window(127, 0).rule, return_lse=True, sinks="bf16"),
+        "m64n64w4s2_tma_heads",
+    ),
+    "split_sinks": source(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, sinks="fp32"), "m16n64w4s2k16_tma_heads"
+    ),
+    "sm90_window_sinks": sm90(
+        AttentionSpec(64, 64, "bf16", masks.sliding_window(127, 0).rule, return_lse=True, sinks="bf16"),
+        "c1x2n64s4g4p8_late_lazy_tree_lane_dynamic",
     ),
     "sm90_e4m3": sm90(
         AttentionSpec(128, 128, "e4m3", masks.causal().rule, return_lse=True),
@@ -354,3 +381,19 @@ def test_a_dense_kernel_knows_nothing_of_packed_sequences() -> None:
     for name, sample in SAMPLES.items():
         assert ("CU_Q" in sample.text) == ("varlen" in name) == ("varlen" in sample.name)
         assert sample.abi(CallFacts()).grid.rule.startswith("packed") == ("varlen" in name)
+
+
+def test_an_optimistic_maximum_is_refused_where_a_bias_may_leave_a_row_without_any_score() -> None:
+    config, h200 = SM90.find("c2x1n64s2g4p1_late_lazy_optimistic_lane_dynamic"), TARGETS["nvidia-h200"]
+    assert not SM90.fits(config, AttentionSpec(64, 64, "bf16"), h200)
+    biased = AttentionSpec(64, 64, "bf16", score_mod=score_mods.bias().rule)
+    assert "may give -inf" in SM90.fits(config, biased, h200)
+
+
+def test_a_score_rule_that_writes_an_infinity_guards_its_rows() -> None:
+    rule = Rule.parse("score", "where(q_idx >= k_idx, score, -inf)")
+    assert rule.may_drop and not score_mods.softcap(5.0).rule.may_drop
+    config, h200 = SM90.find("c2x1n64s2g4p1_late_lazy_optimistic_lane_dynamic"), TARGETS["nvidia-h200"]
+    assert "may give -inf" in SM90.fits(config, AttentionSpec(64, 64, "bf16", score_mod=rule), h200)
+    guarded = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
+    assert guarded in source(AttentionSpec(64, 64, "bf16", score_mod=rule), "m64n64w4s2_tma_heads").text

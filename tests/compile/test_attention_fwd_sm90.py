@@ -79,6 +79,55 @@ def test_products_and_copies_are_asynchronous_and_registers_are_given_out(
     assert not any(part.spill_bytes for part in artifact.parts)
 
 
+NAMED_MASKS = (
+    masks.prefix_lm(),
+    masks.causal() & masks.dilated(512, 4),
+    masks.sliding_window(256, 256) | masks.global_tokens(4),
+    masks.neighborhood(255),
+    masks.neighborhood((64, 64), (13, 13)),
+    masks.causal() & masks.block_sparse("batch_heads", 128),
+)
+NAMED_RULES = (
+    score_mods.alibi(),
+    score_mods.softcap(30.0).then(score_mods.bias("bhqk", "bf16")),
+    score_mods.bias("bk"),
+    score_mods.relative("fp32", 128),
+    score_mods.scale(2.0),
+)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rule", [*NAMED_MASKS, *NAMED_RULES], ids=str)
+def test_the_default_has_registers_for_every_named_rule(rule: masks.Mask, dim: int, tmp_path: Path) -> None:
+    """With the LSE; what is spilled is outside of the loop over keys, or the compile would be refused."""
+    mask, score = (rule.rule, None) if isinstance(rule, masks.Mask) else (CAUSAL, rule.rule)
+    spec = AttentionSpec(dim, dim, "bf16", mask, score, return_lse=True)
+    artifact = build(spec, FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    assert artifact.spill_bytes <= 96 and not any(part.spill_bytes for part in artifact.parts)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("config", ["", "c2x1n64s2g4p4_late_lazy_tree_lane_dynamic",
+                                    "c1x1n64s2g4p4k8_late_lazy_tree_lane_dynamic"])  # fmt: skip
+def test_sinks_cost_no_registers_of_the_loop(config: str, dim: int, tmp_path: Path) -> None:
+    """By default, with packed heads, and joined with the parts of split keys."""
+    spec = AttentionSpec(dim, dim, "bf16", WINDOW, return_lse=True, sinks="bf16")
+    artifact = build(spec, config or FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    assert artifact.spill_bytes <= 32
+    kernels = (artifact, *artifact.parts)
+    takers = [kernel for kernel in kernels if any(arg.source == "sinks" for arg in kernel.abi.args)]
+    assert takers == (list(artifact.after) if "k8" in config else [artifact])
+
+
+def test_a_bias_of_pairs_alone_is_left_to_the_portable_family_at_head_dim_128(tmp_path: Path) -> None:
+    spec = AttentionSpec(128, 128, "bf16", CAUSAL, score_mods.bias("qk", "bf16").rule)
+    with pytest.raises(DoesNotFit, match="spills registers in its loop over keys"):
+        build(spec, FAMILY.default(spec, H200, ALIGNED).name, tmp_path)
+    portable = FAMILIES["attention_fwd"]
+    made = render(spec, portable.default(spec, H200, ALIGNED), toolchain())
+    assert compile_kernel(made, ALIGNED, H200, tmp_path).registers <= 255
+
+
 @pytest.mark.parametrize(
     ("spec", "config"),
     [

@@ -195,6 +195,41 @@ def test_c01_row_without_a_key_is_zero() -> None:
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("config", [f"{SMALL}_pointer_heads", "m16n32w4s1k4_tma_rows"])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(40, 9)], ids=str)
+def test_a_bias_of_minus_infinity_is_no_weight(mask: Mask, config: str) -> None:
+    """Also of a whole row, and of one that sees keys in its last block alone; a cap comes before it."""
+    table = torch.randn(1, 2, 40, 90, generator=torch.Generator().manual_seed(2))
+    table[0, 0, 3] = table[0, 1, 20:] = -math.inf
+    table[0, 0, 30:36, :85] = -math.inf
+    table[table.abs() > 1.5] = -math.inf
+    mod = score_mods.softcap(2.0).then(score_mods.bias(table))
+    work = workload(mask=mask, score_mod=mod, q_len=40, k_len=90)
+    inputs = replace(make_inputs(work, "cpu"), score_mod=mod)
+    out, lse = run(inputs, work.spec, config)
+    assert (out[0, 0, 3] == 0).all() and lse[0, 0, 3] == -math.inf
+    assert (out[0, 1, 20:] == 0).all() and (lse[0, 1, 20:] == -math.inf).all()
+    expected, expected_lse = attention_reference(inputs.q, inputs.k, inputs.v, mask=mask, score_mod=mod)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [f"{SMALL}_pointer_heads", "m16n32w4s1k4_tma_rows"])
+@pytest.mark.parametrize("shape", [(2, 2, 33, 50), (1, 1, 1, 50), (2, 1, 33, 1)], ids=str)
+def test_c36_a_rule_reads_within_its_tensor(shape: tuple[int, ...], config: str) -> None:
+    """NaN behind each row, and behind the last one, comes into no result."""
+    padded = torch.full((shape[0], shape[1], shape[2] + 40, shape[3] + 70), math.nan)
+    table = padded[:, :, : shape[2], : shape[3]]
+    table.normal_(generator=torch.Generator().manual_seed(4))
+    mod = score_mods.bias(table)
+    work = workload(mask=masks.full(), score_mod=mod, batch=2, q_len=33, k_len=50)
+    inputs = replace(make_inputs(work, "cpu"), score_mod=mod)
+    out, lse = run(inputs, work.spec, config)
+    expected, expected_lse = attention_reference(inputs.q, inputs.k, inputs.v, score_mod=mod)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("lengths,expected_empty", [((5, 2), 3), ((2, 5), 0)])
 def test_c02_causal_is_bottom_right(lengths: tuple[int, int], expected_empty: int) -> None:
     work = workload(q_len=lengths[0], k_len=lengths[1])

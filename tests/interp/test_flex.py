@@ -111,6 +111,19 @@ def test_c36_reads_stay_within_their_tensors() -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def test_rows_that_a_score_rule_leaves_nothing() -> None:
+    """-inf of all keys, of the first blocks, and of single ones: no weight, and no NaN."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        seen = (q_idx >= 20) & (kv_idx >= q_idx) & (kv_idx % 5 != 0)
+        return torch.where(seen, score, -float("inf"))
+
+    out, lse = kernel(None, score_mod)
+    assert not out[:, :, :20].any() and (lse[:, :, :20] == -math.inf).all()
+    assert not out.isnan().any() and not lse.isnan().any()
+    assert_equal(None, score_mod)
+
+
 def test_rows_without_keys() -> None:
     def mask_mod(b, h, q_idx, kv_idx):
         return (q_idx >= 40) & (kv_idx > q_idx - 3)

@@ -12,6 +12,7 @@ from flashgen.api import attention
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.runtime import checks
 from flashgen.spec import masks, score_mods
+from flashgen.spec.rule import Rule
 
 
 def tensors(**changes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -65,7 +66,9 @@ CASES: dict[str, dict[str, Any]] = {
     r"mask=a tensor of torch.bool \(6, 8\) must be None, a name .*key_padding\(tensor\)": {
         "mask": torch.ones(6, 8, dtype=torch.bool)
     },
-    r"unknown score rule 'alibi'; known: softcap": {"score_mod": "alibi"},
+    "unknown score rule 'alibis'; known: " + ", ".join(sorted(score_mods.SCORE_MODS)): {
+        "score_mod": "alibis"
+    },
     r"score_mod=\['softcap'\] must be None, a ScoreMod": {"score_mod": ["softcap"]},
     r"key_padding has no tensor for key_lengths; build it with one": {"mask": "key_padding"},
     r"key_lengths of key_padding is on meta, q on cpu": {
@@ -82,6 +85,41 @@ CASES: dict[str, dict[str, Any]] = {
     },
     r"doc_ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
         "mask": masks.document(torch.ones(1, 8, dtype=torch.int64))
+    },
+    r"prefix_lens of prefix_lm\(.i32.\) has shape \(3,\); axis 0 counts batch, which is 2": {
+        "mask": masks.prefix_lm(torch.ones(3, dtype=torch.int32))
+    },
+    r"kept of block_sparse\(.heads., 2\) has shape \(1, 3, 3, 4\); axis 1 counts heads, which is 4": {
+        "mask": masks.block_sparse(torch.ones(1, 3, 3, 4, dtype=torch.bool), 2)
+    },
+    r"kept of .* has shape \(1, 1, 2, 4\); axis 2, of index q_idx // 2, needs at least 3 elements": {
+        "mask": masks.block_sparse(torch.ones(1, 1, 2, 4, dtype=torch.bool), 2)
+    },
+    r"kept of .* has shape \(1, 1, 2, 2\); axis 3, of index k_idx // 3, needs at least 3 elements": {
+        "mask": ~masks.block_sparse(torch.ones(1, 1, 2, 2, dtype=torch.bool), 3)
+    },
+    r"slopes of alibi has shape \(2,\); axis 0 counts heads, which is 4": {
+        "score_mod": score_mods.alibi(torch.ones(2))
+    },
+    r"slopes of alibi is on meta, q on cpu; move one": {
+        "score_mod": score_mods.alibi(torch.ones(4, device="meta"))
+    },
+    r"bias of .* has shape \(2, 4, 6, 7\); axis 3 counts k_len, which is 8": {
+        "score_mod": score_mods.bias(torch.ones(2, 4, 6, 7))
+    },
+    r"bias of .* has shape \(1, 2, 1, 8\); axis 1 counts heads, which is 4": {
+        "mask": "sliding_window(3, 0)",
+        "score_mod": score_mods.bias(torch.ones(1, 2, 1, 8)),
+    },
+    r"table of .* has shape \(4, 5\); axis 1, of index min\(.*\) \+ distance, needs at least 7 elements": {
+        "mask": "sliding_window(3, 0)",
+        "score_mod": score_mods.relative("fp32", 3).bind(torch.ones(4, 5)),
+    },
+    r"bias.* has no tensor for bias; build it with one": {"score_mod": "bias"},
+    r"ids of .* has shape \(8,\); axis 0, of index q_pos - 3, would be read before its beginning": {
+        "mask": masks.Mask(
+            Rule.parse("mask", "ids[q_pos - 3] == k_idx where ids: i32"), (), (torch.ones(8).int(),)
+        )
     },
     r"key_lengths of .* must be torch.int32 with 1 dimensions, not a tensor of torch.int64": {
         "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, dtype=torch.int64),))

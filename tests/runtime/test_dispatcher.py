@@ -282,7 +282,7 @@ def bad_values() -> dict[str, dict[str, object]]:
         },
         "key_padding has no tensor for key_lengths": {"mask": masks.key_padding()},
         "mask=<function .*> must be None, a name": {"mask": lambda b, h, q, k: q >= k},
-        "unknown mask 'diagonal'; known: causal, ": {"mask": "diagonal"},
+        "unknown mask 'diagonal'; known: block_sparse, ": {"mask": "diagonal"},
         "score_mod=3 must be None": {"score_mod": 3},
     }
 

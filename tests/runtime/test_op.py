@@ -110,10 +110,10 @@ def test_a_bad_scale_is_refused_in_a_trace_too(scale: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "told"),
     [
-        ({"mask": "diagonal"}, UnknownName, "unknown mask 'diagonal'; known: causal"),
+        ({"mask": "diagonal"}, UnknownName, "unknown mask 'diagonal'; known: block_sparse"),
         ({"mask": "causal &"}, InvalidArgument, "'causal &' is not a mask"),
         ({"mask": "sliding_window(-1, 0)"}, InvalidArgument, "left=-1 must be"),
-        ({"score_mod": "cap(3)"}, UnknownName, "unknown score rule 'cap'; known: softcap"),
+        ({"score_mod": "cap(3)"}, UnknownName, "unknown score rule 'cap'; known: alibi"),
         ({"score_mod": "softcap(-1)"}, InvalidArgument, "cap=-1 must be"),
     ],
 )

@@ -245,5 +245,5 @@ def test_the_signature_is_torchs() -> None:
 
 
 def test_explain_refuses_to_mix_the_arguments_of_both_calls() -> None:
-    with pytest.raises(flashgen.api.InvalidArgument, match="a call has only one kind"):
+    with pytest.raises(InvalidArgument, match="give one kind"):
         flashgen.explain(*draw(), mask=masks.causal(), is_causal=True)

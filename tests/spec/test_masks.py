@@ -5,13 +5,28 @@ import pickle
 import pytest
 import torch
 
+from flashgen.build.reference import evaluate_rule
 from flashgen.codegen.families import find_family
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec import expr as ex
 from flashgen.spec import masks
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.expr import Apply, Symbol
-from flashgen.spec.masks import MASKS, Mask, causal, document, full, key_padding, parse_mask, sliding_window
+from flashgen.spec.masks import (
+    MASKS,
+    Mask,
+    block_sparse,
+    causal,
+    dilated,
+    document,
+    full,
+    global_tokens,
+    key_padding,
+    neighborhood,
+    parse_mask,
+    prefix_lm,
+    sliding_window,
+)
 from flashgen.spec.rule import MAX_NAME, Operand, Rule, join
 from flashgen.spec.score_mods import parse_score_mod
 from flashgen.spec.target import find_target
@@ -75,6 +90,22 @@ def test_a_mask_is_read_back_from_its_description_and_its_rule_from_its_text(tex
             "where left: i32, left_1: i32, left_2: i32",
             "sliding_window_left_or_sliding_window_left_or_sliding_w",
         ),
+        (
+            "prefix_lm",
+            "(k_idx < prefix_lens[batch]) | (q_pos >= k_idx) where prefix_lens: i32",
+            "prefix_lm",
+        ),
+        (
+            "dilated(8, 2)",
+            "(q_pos - k_idx <= window) & (k_idx - q_pos <= window) & (q_pos % dilation == k_idx % dilation) "
+            "where window: i32, dilation: i32",
+            "dilated",
+        ),
+        (
+            "block_sparse('heads', 64)",
+            "kept[0, head, q_idx // 64, k_idx // 64] where kept: i1",
+            "block_sparse_heads",
+        ),
         ("~(causal & key_padding)", None, "not_causal_and_key_padding"),
     ],
 )
@@ -83,6 +114,98 @@ def test_canonical_rules(text, rule, name):
     assert rule is None or mask.rule.text == rule
     assert mask.rule.name == name or mask.rule.name.startswith(name + "_")
     assert len(mask.rule.name) <= MAX_NAME and mask.rule.name.isidentifier()
+
+
+def kept(mask, q_len, k_len, **symbols):
+    """What a mask keeps, as a list of the keys of each query."""
+    rows, keys = torch.arange(q_len)[:, None], torch.arange(k_len)
+    found = evaluate_rule(mask, {"q_idx": rows, "k_idx": keys, "q_len": q_len, "k_len": k_len, **symbols})
+    return [row.nonzero().flatten().tolist() for row in found.expand(q_len, k_len)]
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (4, 11), (11, 4)], ids=str)
+def test_masks_keep_what_their_definitions_say(lengths):
+    q_len, k_len = lengths
+    positions = [i + k_len - q_len for i in range(q_len)]
+
+    def are(mask, sees, **symbols):
+        expected = [[j for j in range(k_len) if sees(i, j)] for i in positions]
+        assert kept(mask, q_len, k_len, **symbols) == expected, mask.describe()
+
+    are(prefix_lm(LENGTHS), lambda i, j: j < 4 or j <= i, batch=torch.tensor(1))
+    for window, step in ((4, 2), (3, 3), (0, 1), (7, 1)):
+        are(dilated(window, step), lambda i, j, w=window, d=step: abs(i - j) <= w and (i - j) % d == 0)
+    for count in (0, 2, 30):
+        are(global_tokens(count), lambda i, j, n=count: j < n or i < n)
+    for window in range(1, k_len + 1):
+        starts = {i: max(0, min(i - window // 2, k_len - window)) for i in positions}
+        are(neighborhood(window), lambda i, j, w=window, s=starts: s[i] <= j < s[i] + w)
+    are(neighborhood(k_len + 1), lambda i, j: True)
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (5, 3), (1, 7)], ids=str)
+def test_neighbourhoods_of_a_grid_are_rectangles_that_stay_within_it(grid):
+    height, width = grid
+    for kernel in ((1, 1), (min(3, height), 3), (height, 2), (min(4, height), width)):
+        expected = []
+        for y in range(height):
+            for x in range(width):
+                top = min(max(y - kernel[0] // 2, 0), height - kernel[0])
+                left = min(max(x - kernel[1] // 2, 0), width - kernel[1])
+                rows, columns = range(top, top + kernel[0]), range(left, left + kernel[1])
+                expected.append([row * width + column for row in rows for column in columns])
+        found = kept(neighborhood(grid, kernel), height * width, height * width)
+        assert found == expected, f"{grid=} {kernel=}"
+        assert {len(keys) for keys in found} == {kernel[0] * kernel[1]}, "as many keys at a border"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 3)], ids=str)
+def test_block_tables_broadcast_over_sequences_and_heads(shape):
+    table = torch.rand((*shape, 3, 2), generator=torch.Generator().manual_seed(5)) < 0.5
+    mask = block_sparse(table, (4, 8))
+    for batch, head in ((0, 0), (1, 2)):
+        where = {"batch": torch.tensor(batch), "head": torch.tensor(head)}
+        blocks = table[batch % shape[0], head % shape[1]]
+        expected = [[j for j in range(13) if blocks[i // 4, j // 8]] for i in range(10)]
+        assert kept(mask, 10, 13, **where) == expected
+    words = {(1, 1): "shared", (2, 1): "batch", (1, 3): "heads", (2, 3): "batch_heads"}
+    assert mask.describe() == f'block_sparse("{words[shape]}", (4, 8))'
+    assert block_sparse(words[shape], [4, 8]).rule == mask.rule
+    assert block_sparse(table, 8).rule.text.endswith("q_idx // 8, k_idx // 8] where kept: i1")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_documents_of_a_packed_row_are_told_by_their_edges(dtype):
+    edges = torch.tensor([0, 0, 3, 3, 7], dtype=dtype)
+    mask = document(cu_seqlens=edges, length=9)
+    (ids,) = mask.tensors
+    assert ids.shape == (1, 9) and ids.dtype is torch.int32 and mask.rule == document().rule
+    groups = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+    expected = [group for group in groups for _ in group]
+    assert kept(mask, 9, 9, batch=torch.tensor(0)) == expected
+    with pytest.raises(InvalidArgument, match="begins with 1, and must begin with 0"):
+        document(cu_seqlens=edges + 1, length=9)
+    with pytest.raises(InvalidArgument, match="falls from 3 to 2 at index 2, and must never fall"):
+        document(cu_seqlens=torch.tensor([0, 3, 2, 7], dtype=dtype), length=9)
+    with pytest.raises(InvalidArgument, match="ends at 7, and must end within length=6"):
+        document(cu_seqlens=edges, length=6)
+    with pytest.raises(InvalidArgument, match=r"needs length, .*: length=k.shape\[2\]"):
+        document(cu_seqlens=edges)
+    with pytest.raises(InvalidArgument, match="ids or cu_seqlens, not both"):
+        document(ids, cu_seqlens=edges, length=9)
+    with pytest.raises(InvalidArgument, match="goes with cu_seqlens alone"):
+        document(ids, length=9)
+    for wrong in (edges.short(), edges.float(), edges[None], edges[:1], [0, 3]):
+        with pytest.raises(InvalidArgument, match=r"^cu_seqlens of document is an int32 or int64 tensor"):
+            document(cu_seqlens=wrong, length=9)
+
+
+def test_edges_on_a_device_are_not_read_by_the_host(monkeypatch):
+    edges = torch.tensor([0, 3, 50], dtype=torch.int32, device="meta")
+    for read in ("tolist", "item", "__bool__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, read, lambda *_: pytest.fail("read on the host"))
+    (ids,) = document(cu_seqlens=edges, length=9).tensors
+    assert ids.shape == (1, 9) and ids.device.type == "meta"
 
 
 def test_values_and_tensors_follow_the_rule():
@@ -155,6 +278,17 @@ def test_documents_read_dtype_and_shape():
             document(wrong)
 
 
+def test_prefixes_and_block_tables_read_dtype_and_shape():
+    assert prefix_lm(LENGTHS.long()).rule == prefix_lm("i64").rule
+    for wrong in (LENGTHS[None], LENGTHS.short(), LENGTHS.float(), [3, 4], None):
+        with pytest.raises(InvalidArgument, match=r"^prefix_lm takes an int32 or int64 tensor .* not "):
+            prefix_lm(wrong)
+    table = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    for wrong in (table[0], table.int(), [[True]], None):
+        with pytest.raises(InvalidArgument, match=r"^block_sparse takes a bool tensor .* not "):
+            block_sparse(wrong, 64)
+
+
 def test_tensors_can_be_bound_later():
     mask = parse_mask("causal & key_padding")
     assert [operand.name for operand in mask.missing] == ["key_lengths"]
@@ -186,6 +320,18 @@ def test_windows_are_checked():
         ("causal + causal", "causal & sliding_window(1023, 0)"),
         ("causal.rule", "causal & sliding_window(1023, 0)"),
         ("key_padding([3, 4])", "[3, 4]"),
+        ("prefix_lm('u8')", "prefix_lens='u8' must be 'i32' or 'i64', or a tensor"),
+        ("dilated(4, 0)", "dilation=0 must be a whole number from 1 to"),
+        ("dilated(-4, 1)", "window=-4 must be a whole number from 0 to"),
+        ("dilated(4)", "dilated(window, dilation)"),
+        ("global_tokens(2.0)", "count=2.0 must be a whole number"),
+        ("neighborhood(0)", "window=0 must be a whole number from 1 to"),
+        ("neighborhood((8, 8))", "needs its kernel, such as (7, 7)"),
+        ("neighborhood((8, 8), 3)", "kernel=3 must be a pair of whole numbers"),
+        ("neighborhood((8, 8), (3, 9))", "kernel=(3, 9) must not be larger than the grid, (8, 8)"),
+        ("neighborhood((8, 2.5), (3, 3))", "(8, 2.5)"),
+        ("block_sparse('each')", "must be one of 'shared', 'batch', 'heads', 'batch_heads', or a tensor"),
+        ("block_sparse('heads', (64, 0))", "block_size[1]=0 must be a whole number from 1 to"),
         ("", "causal & sliding_window(1023, 0)"),
         ("(causal", "causal & sliding_window(1023, 0)"),
         ("~" * 2000 + "causal", "nested too deeply"),

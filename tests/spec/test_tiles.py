@@ -77,6 +77,11 @@ def random_mask(rng: random.Random, depth: int) -> Mask:
     other = rng.choice((0, rng.randint(0, 30), None))
     texts = ["full", "causal", "causal('top_left')", f"sliding_window({size}, {other})"]
     texts += [f"sliding_window({other}, {size})", "key_padding", "key_padding('keep')", "document"]
+    texts += ["prefix_lm", f"dilated({size}, {rng.randint(1, 5)})", f"global_tokens({size})"]
+    grid = rng.randint(2, 9), rng.randint(2, 9)
+    kernel = rng.randint(1, grid[0]), rng.randint(1, grid[1])
+    texts += [f"neighborhood({size + 1})", f"neighborhood({grid}, {kernel})"]
+    texts += [f"block_sparse('{rng.choice(('shared', 'batch_heads'))}', {rng.choice((4, 8, 16))})"]
     mask = parse_mask(rng.choice(texts))
     return ~mask if rng.random() < 0.25 else mask
 
@@ -97,11 +102,13 @@ class Case:
         longest = max(self.q_len, self.k_len)
         invented = {
             "key_lengths": lambda: [rng.randint(0, self.k_len) for _ in range(BATCH)],
+            "prefix_lens": lambda: [rng.randint(0, self.k_len) for _ in range(BATCH)],
             "sizes": lambda: [rng.randint(-2, 20) for _ in range(HEADS)],
             "flags": lambda: [rng.random() < 0.5 for _ in range(HEADS)],
             "ids": lambda: [sorted(rng.randint(0, 3) for _ in range(longest)) for _ in range(BATCH)],
             "doc_ids": lambda: documents(rng, self.k_len),
             "blocks": lambda: [[rng.random() < 0.5 for _ in range(longest)] for _ in range(longest)],
+            "kept": lambda: [[invented["blocks"]()] * HEADS] * BATCH,
             "key_keep": lambda: [[rng.random() < 0.7 for _ in range(longest)] for _ in range(BATCH)],
         }
         self.env = {"q_len": self.q_len, "k_len": self.k_len, "batch": rng.randrange(BATCH)}
@@ -226,8 +233,10 @@ def test_every_mask_of_the_table(name):
     for mask in MASKS[name].examples():
         for each in (mask, ~mask):
             for _ in range(10):
-                # What ranges cannot solve, such as a remainder, may be called partial where it is full.
-                check(each, rng, exact=all(found.has_full for found in ranges(each.rule, "k")))
+                # What ranges cannot solve, such as a remainder, may be called partial where it is full, and
+                # so may a tile of which one alternative keeps some pairs and another the rest.
+                solved = all(found.has_full for found in ranges(each.rule, "k"))
+                check(each, rng, exact=solved and not set("%|") & set(mask.rule.text))
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -376,6 +385,34 @@ def test_documents_visit_their_own_tiles_alone():
         ([0, 1, 2, 3], []),
         ([4, 5], [3]),
         ([6, 7], []),
+    ]
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (8, 4), (24, 16), (12, 16), (4, 16)], ids=str)
+def test_blocks_as_large_as_tiles_visit_what_the_table_keeps_alone(tile):
+    """Tiles within a block, and tiles that reach into a second one."""
+    rng = random.Random(6)
+    table = [[rng.random() < 0.4 for _ in range(6)] for _ in range(6)]
+    env = {"q_len": 96, "k_len": 96, "batch": 0, "head": 0, "kept": [[table]]}
+    found = lists(parse_mask("block_sparse('shared', 16)").rule)
+    block_m, block_n = tile
+    for first in range(0, 96, block_m):
+        last = min(first + block_m, 96) - 1
+        rows = {first // 16, last // 16}
+        partial, full = [], []
+        for block in range(96 // block_n):
+            seen = [table[row][block * block_n // 16] for row in rows]
+            (full if all(seen) else partial if any(seen) else []).append(block)
+        assert found.of_tile(env, (first, last), block_n, 96) == (partial if partial or full else [0], full)
+
+
+def test_a_grid_s_rows_that_no_query_of_a_tile_is_near_are_not_visited():
+    env = {"q_len": 256, "k_len": 256, "height": 16, "kernel_h": 3, "kernel_w": 3}
+    found = lists(parse_mask("neighborhood((16, 16), (3, 3))").rule)
+    assert [found.of_tile(env, (q, q + 31), 16, 256)[0] for q in (0, 96, 224)] == [
+        [0, 1, 2],
+        [5, 6, 7, 8],
+        [13, 14, 15],
     ]
 
 
