@@ -109,8 +109,8 @@ def _isinstance(value: Any, kinds: Any) -> bool:
 
 
 BUILTINS: Mapping[str, Any] = {"type": _type, "isinstance": _isinstance}
-"""Of Python's, those that tell a stand-in from a tensor. A `__class__` would do for `isinstance`, but torch's C
-code believes it and crashes."""
+"""Of Python's, those that tell a stand-in from a tensor. A `__class__` would do for `isinstance`, but torch's
+C code believes it and crashes."""
 
 
 class _Tracer(TracerBase):
