@@ -160,8 +160,8 @@ def _without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
 
 def _zeros_with_gradients(call: Call) -> tuple[Tensor, Tensor | None]:
     """As `empty_result`, with gradients: those of all tensors are zero."""
-    tensors = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
-    out, lse = _without_keys(*tensors, call.sinks)
+    q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
+    out, lse = _without_keys(q, k, v, call.sinks)
     if isinstance(call, PackedCall):
         out, lse = out[0].transpose(0, 1), lse[0]
     else:
