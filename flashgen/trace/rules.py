@@ -403,4 +403,5 @@ _RESERVED = frozenset({*ex.SYMBOLS, *ex.TILE_SYMBOLS, *ex.FUNCTIONS, "inf"})
 
 def is_identity(mod: object) -> bool:
     """Whether a score rule returns the score as it is."""
-    return isinstance(mod, ScoreMod) and mod.rule.expr == Symbol("score")
+    # By its text: torch.compile would guard the class of an expression that it cannot reach by a name.
+    return isinstance(mod, ScoreMod) and mod.rule.text == "score"

@@ -814,3 +814,21 @@ def test_a_block_mask_does_not_hide_what_is_wrong_with_the_tensors() -> None:
     for wrong, told in ((None, "must be a tensor"), (q[0], "has 3 dimensions")):
         with pytest.raises(InvalidArgument, match=told):
             flashgen.flex_attention(wrong, q, q, block_mask=mask)
+
+
+BIAS = torch.randn(LENGTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def biased(score, b, h, q_idx, kv_idx):
+    return score + BIAS[kv_idx]
+
+
+def test_compiled_code_gives_gradients_of_captured_tensors() -> None:
+    q, k, v = draw(LENGTH)
+
+    def loss(q):
+        return (flashgen.attention(q, k, v, score_mod=biased) * q).sum()
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(q), BIAS)
+    torch.testing.assert_close(found, torch.autograd.grad(loss(q), BIAS))
