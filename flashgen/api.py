@@ -35,7 +35,7 @@ from flashgen.runtime.checks import (
 )
 from flashgen.runtime.dispatcher import Dispatcher
 from flashgen.runtime.explain import Explanation
-from flashgen.runtime.packed import check_packed
+from flashgen.runtime.packed import as_longest, check_packed
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
 from flashgen.runtime.sdpa import translate
 from flashgen.settings import SETTINGS, VERSION
@@ -206,6 +206,11 @@ def attention_varlen(
     CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
     sequence after the other, and wait for the GPU once. Under autocast as `attention`.
     """
+    if torch.compiler.is_compiling():
+        raise InvalidArgument(
+            "torch.compile takes no attention_varlen into its graph, for its sizes are values of tensors; "
+            "compile without fullgraph=True, which goes on without a graph here, or call it outside"
+        )
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if _has_callables(mask, score_mod):
@@ -323,7 +328,11 @@ def _packed_sizes(q: Any, cu_seqlens_q: Any, max_q: Any, max_k: Any) -> dict[str
     """The same of packed sequences."""
     if not (isinstance(q, Tensor) and isinstance(cu_seqlens_q, Tensor) and q.dim() == 3):
         return None
-    if cu_seqlens_q.dim() != 1 or not type(max_q) is int is type(max_k):
+    try:
+        max_q, max_k = (as_longest(each) for each in (max_q, max_k))
+    except InvalidArgument:
+        return None
+    if cu_seqlens_q.dim() != 1:
         return None
     return {"batch": cu_seqlens_q.shape[0] - 1, "head": q.shape[1], "q_idx": max_q, "k_idx": max_k}
 

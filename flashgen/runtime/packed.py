@@ -117,6 +117,12 @@ def check_packed(
     check_tensors(q, k, v, 3, AXES)
     if q.dtype == E4M3:
         raise InvalidArgument(f"q.dtype={q.dtype} is not served packed; convert q, k and v to torch.bfloat16")
+    if q.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(
+            f"q.device={q.device} has no values, or no kernels; packed sequences are computed on cuda or "
+            "cpu: move all tensors there"
+        )
+    given_q, given_k = cu_q, cu_k
     cu_q, cu_k = (_as_starts(f"cu_seqlens_{x}", cu, q) for x, cu in (("q", cu_q), ("k", cu_k)))
     if cu_q.shape != cu_k.shape:
         raise InvalidArgument(
@@ -124,7 +130,7 @@ def check_packed(
             "more than there are sequences; one without keys, or without queries, has two equal entries"
         )
     max_q, max_k = (
-        _as_longest(f"max_seqlen_{x}", given, cu.shape[0] - 1, tensor.shape[0], name)
+        _as_enough(f"max_seqlen_{x}", given, cu.shape[0] - 1, tensor.shape[0], name)
         for x, given, cu, tensor, name in (("q", max_q, cu_q, q, "q"), ("k", max_k, cu_k, k, "k"))
     )
     call = PackedCall(
@@ -146,8 +152,9 @@ def check_packed(
     check_operands(call)
     on_host = q.device.type == "cpu"
     if on_host or (values and not (q.is_cuda and torch.cuda.is_current_stream_capturing())):
-        _check_starts("q", cu_q.tolist(), q.shape[0], max_q)
-        _check_starts("k", cu_k.tolist(), k.shape[0], max_k)
+        # As given: an int64 of 2**32 more would become the same int32.
+        _check_starts("q", _on_host("cu_seqlens_q", given_q), q.shape[0], max_q)
+        _check_starts("k", _on_host("cu_seqlens_k", given_k), k.shape[0], max_k)
     return call
 
 
@@ -167,7 +174,12 @@ def _as_starts(name: str, given: Any, q: Tensor) -> Tensor:
     return given.to(torch.int32).contiguous()
 
 
-def _as_longest(name: str, given: Any, sequences: int, tokens: int, tensor: str) -> int:
+def as_longest(given: Any, name: str = "max_seqlen") -> int:
+    """The length of the longest sequence, or more.
+
+    Raises:
+        InvalidArgument: it is no int, or out of range, or a tensor whose value is not on the host.
+    """
     if isinstance(given, Tensor) and given.device.type != "cpu":
         raise InvalidArgument(
             f"{name} is {shown(given)} on {given.device}, and reading it waits for the GPU; give an int, "
@@ -176,15 +188,31 @@ def _as_longest(name: str, given: Any, sequences: int, tokens: int, tensor: str)
     try:
         longest = given.__index__()
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        raise InvalidArgument(f"{name}={shown(given)} must be an int") from None
+        raise InvalidArgument(f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}") from None
     if isinstance(given, bool) or not 0 <= longest <= MAX_INDEX:
         raise InvalidArgument(f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}")
+    return int(longest)
+
+
+def _as_enough(name: str, given: Any, sequences: int, tokens: int, tensor: str) -> int:
+    longest = as_longest(given, name)
     if longest * sequences < tokens:
         raise InvalidArgument(
             f"{name}={longest} is too small: {sequences} sequences of so many hold {longest * sequences} "
             f"tokens, and {tensor} has {tokens}; give the length of the longest, or more"
         )
-    return int(longest)
+    return longest
+
+
+def _on_host(name: str, starts: Tensor) -> list[int]:
+    try:
+        found: list[int] = starts.tolist()
+    except RuntimeError as error:  # of torch.vmap, which hides the values
+        raise InvalidArgument(
+            f"the entries of {name} cannot be read ({str(error).splitlines()[0]}); under torch.vmap all "
+            "members share it: do not map over it"
+        ) from None
+    return found
 
 
 def _check_starts(letter: str, starts: list[int], tokens: int, longest: int) -> None:

@@ -97,7 +97,7 @@ def _inverse(order: list[int]) -> list[int]:
 def reference(call: Call) -> tuple[Tensor, Tensor | None]:
     """The reference in float32, rounded once: what CPU tensors get. No gradient flows."""
     if isinstance(call, PackedCall):
-        return _each_sequence(call, reference)
+        return _each_sequence(call, reference, empty_result)
     q, k, v = (call.bhsd(tensor.detach()) for tensor in (call.q, call.k, call.v))
     if call.quantized is not None:
         q, k, v = (each.detach() for each in call.quantized.true(q, k, v))
@@ -127,7 +127,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     computed one after the other, which waits for the GPU once.
     """
     if isinstance(call, PackedCall):
-        return _each_sequence(call, attention)
+        return _each_sequence(call, attention, _zeros_with_gradients)
     if call.quantized is not None:
         out, lse = attention(_dequantized(call))
         return out.to(call.out_dtype), lse
@@ -158,14 +158,27 @@ def _without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
     return zero.expand(*q.shape[:-1], v.shape[-1]), lse
 
 
+def _zeros_with_gradients(call: Call) -> tuple[Tensor, Tensor | None]:
+    """As `empty_result`, with gradients: those of all tensors are zero."""
+    q, k, v = (call.bhsd(tensor) for tensor in (call.q, call.k, call.v))
+    out, lse = _without_keys(q, k, v, call.sinks)
+    if isinstance(call, PackedCall):
+        out, lse = out[0].transpose(0, 1), lse[0]
+    else:
+        out = call.bhsd(out)
+    return like_q(out, call.q, call.layout), lse if call.return_lse else None
+
+
 def _each_sequence(
-    call: PackedCall, compute: Callable[[Call], tuple[Tensor, Tensor | None]]
+    call: PackedCall,
+    compute: Callable[[Call], tuple[Tensor, Tensor | None]],
+    empty: Callable[[Call], tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
     if call.empty:
-        return empty_result(call)
+        return empty(call)
     outputs, lses = [], []
     for part in call.parts():
-        out, lse = empty_result(part) if part.empty else compute(part)
+        out, lse = empty(part) if part.empty else compute(part)
         outputs.append(out[0])
         lses += [] if lse is None else [lse[0]]
     return like_q(torch.cat(outputs), call.q, call.layout), torch.cat(lses, 1) if lses else None

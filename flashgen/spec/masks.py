@@ -36,11 +36,18 @@ class Mask(Bound):
     def __or__(self, other: Mask) -> Mask:
         return self._join("|", other)
 
+    __rand__, __ror__ = __and__, __or__  # no mask stands there: these give the reason
+
     def __invert__(self) -> Mask:
         return Mask(_inverted(*_identity(self.rule)), self.values, self.tensors)
 
     def _join(self, op: str, other: Mask) -> Mask:
         if not isinstance(other, Mask):
+            if callable(other):
+                raise InvalidArgument(
+                    f"a mask is joined with {shown(other)}; make it a mask first: "
+                    "flashgen.trace.mask_mod(function)"
+                )
             return NotImplemented
         joined = _joined(op, *_identity(self.rule), *_identity(other.rule))
         return rules.combine(joined, self, other)

@@ -2,18 +2,20 @@
 
 Read at every call, so that a changed capture is seen: cells, globals, defaults, arguments of a partial, and
 of objects (a method's `self`) the attributes that the code names. Two callables with equal keys do the same
-with the numbers and tensors read beside it, whatever these are.
+with the numbers and tensors read beside it, whatever these are; where a key cannot tell (an attribute of a
+class, a deque, `getattr`), the captures are not `whole`, and the callable is traced at every call (1 ms).
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -30,6 +32,20 @@ _FLOAT = (2 - 2.0**-23) * 2.0**127
 _THEIRS = frozenset({"torch", "numpy", "flashgen"}) | sys.stdlib_module_names
 """Packages whose functions and numbers stay what they are."""
 _TYPE_TESTS = frozenset({"isinstance", "issubclass", "type"})
+_LOOK_UPS = frozenset({"globals", "vars", "locals", "eval", "exec", "getattr", "hasattr", "dir", "type"})
+"""Builtins that reach what no name in the code tells."""
+# fmt: off
+_OPERATORS = frozenset(
+    f"__{name}__" for name in (
+        "getitem", "len", "iter", "next", "contains", "bool", "int", "float", "index", "getattr", "neg",
+        "abs", "invert", "enter", "exit",
+        *(side + name for side in ("", "r") for name in (
+            "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor",
+        )),
+    )
+)
+# fmt: on
+"""Methods that Python calls without a name in the code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +58,8 @@ class Code:
     """Names of all attributes it asks for."""
     tests_types: bool
     """Whether it may ask what a number's type is, which a stand-in would answer wrongly."""
+    looks_up: bool
+    """Whether it may read what no name in it tells."""
     asked: dict[type, Asked] = field(default_factory=dict)
     """By the class of an object, see `_asked`."""
 
@@ -81,7 +99,9 @@ def _read_code(code: types.CodeType) -> Code:
                 globals_[step.argval] = None
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 attributes.add(step.argval)
-    return Code(code, tuple(globals_), frozenset(attributes), not _TYPE_TESTS.isdisjoint(globals_))
+    looks_up = not attributes.isdisjoint(("__dict__", "__class__")) or not _LOOK_UPS.isdisjoint(globals_)
+    tests_types = not _TYPE_TESTS.isdisjoint(globals_)
+    return Code(code, tuple(globals_), frozenset(attributes), tests_types, looks_up)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +131,8 @@ class Captures:
     tensors: list[Tensor] = field(default_factory=list)
     seen: dict[Any, int] = field(default_factory=dict)
     tests_types: bool = False
+    whole: bool = True
+    """Whether the key tells all that was read; else what the callable means may change under an equal key."""
 
 
 def captures(function: Callable[..., Any]) -> Captures:
@@ -154,8 +176,12 @@ def _walk(value: Any, owner: Code | None, found: Captures) -> None:
         found.seen[mark] = len(found.seen)
         head, parts, owner = _parts(value, owner)
         found.key.append(head)
-        if kind is types.FunctionType and owner is not None and owner.tests_types:
-            found.tests_types = True
+        if type(head) is _Same:
+            found.whole = found.whole and _stays(value)
+        elif owner is not None:
+            found.whole = found.whole and not owner.looks_up
+            if kind is types.FunctionType:
+                found.tests_types = found.tests_types or owner.tests_types
         for part in parts:
             _walk(part, owner, found)
 
@@ -217,6 +243,24 @@ def _parts(value: Any, owner: Code | None) -> tuple[Any, Sequence[Any], Code | N
 
 
 _KEYS = frozenset({str, int, bool, type(None)})
+_CONSTANT_KINDS = (
+    range, slice, enum.Enum, type(Ellipsis), types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType, torch.finfo, torch.iinfo, torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)  # fmt: skip
+
+
+def _stays(value: Any) -> bool:
+    """Whether a value without parts means the same for ever: not a deque, an array, or a class of the user's,
+    whose attributes may be set, nor a method of a dict."""
+    if isinstance(value, type):
+        return _is_theirs(value) or issubclass(value, enum.Enum)
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
+    if isinstance(value, types.FunctionType | types.ModuleType):
+        return _is_theirs(value)
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ == "ufunc"
+    return of_numpy or isinstance(value, (_Same, *_CONSTANT_KINDS))
 
 
 def _content(cell: types.CellType) -> Any:
@@ -239,20 +283,28 @@ def _caller(value: Any) -> Code | None:
 def _is_object(value: Any) -> bool:
     """Whether a value is an instance of a class written in Python, whose attributes can be read.
 
-    Not one with a `__del__`, which a copy would run too.
+    Not one with a `__del__`, which a copy would run too, nor of a class of numbers, strings or containers,
+    which hold more than attributes.
     """
     kind = type(value)
     if kind is types.SimpleNamespace:
         return True
-    has_any = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    return has_any and not _is_theirs(kind) and not hasattr(kind, "__del__")
+    if _is_theirs(kind) or hasattr(kind, "__del__") or isinstance(value, enum.Enum):
+        return False
+    plain = all(each in _BARE or each.__flags__ & _HEAP_TYPE for each in kind.__mro__)
+    return plain and (hasattr(value, "__dict__") or hasattr(kind, "__slots__"))
+
+
+_BARE = (object, types.SimpleNamespace)
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that are written in Python."""
 
 
 def _asked(kind: type, owner: Code) -> Asked:
     """Attributes that code asks of an object of a class, and those that the class's own methods ask for."""
     found = owner.asked.get(kind)
     if found is None:
-        names = dict.fromkeys(sorted(owner.attributes | {"__call__"}))
+        names = dict.fromkeys(sorted(owner.attributes | {"__call__"} | _operators(kind)))
         members: dict[str, Any] = {}
         for name in (rest := list(names)):
             member = inspect.getattr_static(kind, name, _MISSING)
@@ -262,9 +314,17 @@ def _asked(kind: type, owner: Code) -> Asked:
                 rest += more
                 names |= dict.fromkeys(more)
         asked = frozenset(members)
-        within = owner if asked == owner.attributes else replace(owner, attributes=asked, asked={})
+        by_class = any(isinstance(inspect.getattr_static(kind, name, None), classmethod) for name in names)
+        looks_up = owner.looks_up or by_class
+        same = asked == owner.attributes and looks_up == owner.looks_up
+        within = owner if same else replace(owner, attributes=asked, looks_up=looks_up, asked={})
         found = owner.asked[kind] = Asked(tuple(members.items()), within)
     return found
+
+
+def _operators(kind: type) -> set[str]:
+    """Names of `_OPERATORS` that a class defines in Python."""
+    return {name for name in _OPERATORS if _function_of(inspect.getattr_static(kind, name, None)) is not None}
 
 
 def _function_of(member: Any) -> types.FunctionType | None:
@@ -342,7 +402,7 @@ def _follow(value: Any, owner: Code | None, path: Path, found: Paths, seen: set[
         seen.add(mark)
         head, parts, owner = _parts(value, owner)
         if isinstance(head, _Same):
-            return isinstance(value, types.BuiltinFunctionType) or _is_theirs(value)
+            return _stays(value)
         steps = _steps(value, head, len(parts))
         if steps is None:
             return False
@@ -375,7 +435,12 @@ class Twins:
     number: Callable[[str, int | float], Any]
     """(what the callable calls it, the number) -> what it is to read; called in the order of `Captures`."""
     tensor: Callable[[str, Tensor], Any]
+    builtins: Mapping[str, Any] = field(default_factory=dict)
+    """What the copied functions read in the place of Python's own of these names."""
     made: dict[Any, Any] = field(default_factory=dict)
+    whole: bool = True
+    """Whether the copy read no more than `Captures` tell: a function that is handed an object may ask it for
+    what the code that names the object does not."""
 
     def of(self, value: Any, name: str = "value", owner: Code | None = None) -> Any:
         """The copy of a value that is called `name`."""
@@ -422,9 +487,8 @@ class Twins:
             }
         elif kind is types.ModuleType:
             assert owner is not None
-            there = made[mark] = types.SimpleNamespace(**value.__dict__)
-            names = [each for each in owner.attributes if each in value.__dict__]
-            for each, part in zip(names, parts, strict=True):
+            there = made[mark] = _twin_class(types.SimpleNamespace, value, head[1], self)()
+            for each, part in zip(head[1], parts, strict=True):
                 setattr(there, each, self.of(part, each, owner))
         else:
             self._object(value, mark, dict(zip(head[1:], parts, strict=True)), owner)
@@ -444,6 +508,7 @@ class Twins:
         for cell in cells:
             if (content := next(rest)) is not _NOTHING:
                 cell.cell_contents = content
+        there.update({name: own for name in code.globals if (own := self.builtins.get(name))})
         there.update({name: part for name in code.globals if (part := next(rest)) is not _NOTHING})
         copied.__defaults__ = tuple(next(rest) for _ in defaults) or None
         copied.__kwdefaults__ = {word: next(rest) for word in value.__kwdefaults__ or {}} or None
@@ -457,7 +522,7 @@ class Twins:
             if _function_of(member := inspect.getattr_static(kind, name, None)) is part
         }
         base = types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object
-        copied: Any = base.__new__(type(kind.__name__, (kind,), {}) if members else kind)
+        copied: Any = base.__new__(_twin_class(kind, value, found, self))
         self.made[mark] = copied
         for name, part in found.items():
             other = self.of(part, name, owner)
@@ -468,3 +533,29 @@ class Twins:
             else:  # property, staticmethod and classmethod are called with the function they wrap
                 wrapped = other if type(member) is types.FunctionType else type(member)(other)
                 setattr(type(copied), name, wrapped)
+
+
+class _Twin:
+    """First base of the class of a copied object, so that no registry of the user's learns of that class."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _twin_class(kind: type, original: Any, copied: Collection[str], twins: Twins) -> type:
+    """A class like `kind`: attributes that were not copied are those of the original, and are noted."""
+
+    own: Any = kind.__getattribute__
+
+    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+        if name == "__dict__":
+            twins.whole = False
+            return original.__dict__ | own(self, name)
+        if name in copied or (name.startswith("__") and type(original) is not types.ModuleType):
+            return own(self, name)
+        twins.whole = False
+        return getattr(original, name)
+
+    return type(kind.__name__, (_Twin, kind), {"__getattribute__": __getattribute__, "__slots__": ()})

@@ -20,9 +20,9 @@ from flashgen.trace import rules
 from flashgen.trace.captures import Captures, Path, captures, paths
 
 _NOT_HERE = (
-    "torch.compile does not see what this callable captures, for it is a method, an object, has defaults, or "
-    "is made within the code that is compiled; make the rule outside, by flashgen.trace.mask_mod(function) "
-    "or flashgen.trace.score_mod(function), and give that instead"
+    "torch.compile does not see what this callable captures, for it is a method, an object, reads one or a "
+    "class, has defaults, or is made within the code that is compiled; make the rule outside, by "
+    "flashgen.trace.mask_mod(function) or flashgen.trace.score_mod(function), and give that instead"
 )
 
 
@@ -54,7 +54,7 @@ def _plan(kind: str, function: Callable[..., Any]) -> _Plan:
         found = paths(function)
     except InvalidArgument as error:
         return _Plan(str(error))
-    if found is None:
+    if found is None or not traced.lasting:
         return _Plan(_NOT_HERE)
     constants = found.constants
     if all(axis is not None for _, axis in traced.values):

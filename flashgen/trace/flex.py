@@ -42,6 +42,11 @@ def check_options(enable_gqa: Any, return_lse: Any, kernel_options: Any, return_
     return bool(return_aux.lse)
 
 
+def _are_dense(*tensors: Any) -> bool:
+    """Whether tensors have the axes that they must have; `attention` refuses others."""
+    return all(isinstance(each, Tensor) and each.dim() == 4 for each in tensors)
+
+
 def spread(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, block_mask: Any
 ) -> tuple[Tensor, Tensor]:
@@ -50,8 +55,8 @@ def spread(
     Raises:
         InvalidArgument: fewer key heads than heads without `enable_gqa`.
     """
-    if not all(isinstance(each, Tensor) and each.dim() == 4 for each in (query, key, value)):
-        return key, value  # which `attention` refuses
+    if not _are_dense(query, key, value):
+        return key, value
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise InvalidArgument(
             f"query has {query.shape[1]} heads, key {key.shape[1]}; for groups of heads give enable_gqa=True"
@@ -76,6 +81,8 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> Callable[..., Any] |
             "flashgen.attention(mask=...)"
         )
     if min(block_mask.BLOCK_SIZE) >= _NO_BLOCKS:
+        return None
+    if not _are_dense(query, key):
         return None
     given = tuple(block_mask.shape)
     wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])

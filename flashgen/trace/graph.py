@@ -42,6 +42,8 @@ _UNKNOWN_DEVICE = torch.device("meta")
 class Stand(Proxy):
     """Stands for a position, a score, a captured number or tensor, or what is computed of them."""
 
+    __array_ufunc__ = None  # an operator of numpy's numbers leaves the result to ours
+
     @property
     def value(self) -> Value:
         """What it means."""
@@ -74,6 +76,11 @@ class Stand(Proxy):
     def dim(self) -> int:
         return self.ndim
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):  # numpy asks whether it is an array, and would believe any answer
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
     def _number(self) -> NoReturn:
         tracer = self.tracer
         assert isinstance(tracer, _Tracer)
@@ -91,6 +98,19 @@ class Stand(Proxy):
         tracer = self.tracer
         assert isinstance(tracer, _Tracer)
         tracer.refuse(self, "is changed in place; compute a new value instead")
+
+
+def _type(value: Any, *rest: Any) -> Any:
+    return Tensor if isinstance(value, Stand) and not rest else type(value, *rest)
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    return issubclass(Tensor, kinds) if isinstance(value, Stand) else isinstance(value, kinds)
+
+
+BUILTINS: Mapping[str, Any] = {"type": _type, "isinstance": _isinstance}
+"""Of Python's, those that tell a stand-in from a tensor. A `__class__` would do for `isinstance`, but torch's
+C code believes it and crashes."""
 
 
 class _Tracer(TracerBase):
@@ -132,10 +152,15 @@ class _Tracer(TracerBase):
                 f"a tensor {tuple(a.shape)} is used that the callable does not capture by a name of its own, "
                 "or makes itself; make it outside, and read it as a variable or attribute"
             )
+        if type(a).__module__ == "numpy" and getattr(a, "ndim", None) == 0:
+            a = a.item()
         try:
             return super().create_arg(a)
         except NotImplementedError:
-            raise InvalidArgument(f"{a!r} is no argument of a rule's functions") from None
+            raise InvalidArgument(
+                f"{a!r} is no argument of a rule's functions; use numbers and torch tensors "
+                "(torch.from_numpy of an array, before the call)"
+            ) from None
 
     def to_bool(self, obj: Proxy) -> bool:
         self.refuse(obj, "decides a branch of Python (if, and, or, not, assert, a chain like a < b < c), but "

@@ -178,8 +178,15 @@ def _told(value: Value) -> str:
 Row = Callable[..., Value]
 
 
-def _arithmetic(op: str) -> Row:
-    return lambda t, input, other: make(op, t.number(input), t.number(other))
+def _arithmetic(op: str, of_truths: str = "") -> Row:
+    """`of_truths` is what torch makes of two truth values: their sum is one of them, no number."""
+
+    def row(t: Operations, input: Value, other: Value) -> Value:
+        if of_truths and all(t.type_of(t.expr(each)) == "bool" for each in (input, other)):
+            return make(of_truths, t.expr(input), t.expr(other))
+        return make(op, t.number(input), t.number(other))
+
+    return row
 
 
 def _reflected(row: Row) -> Row:
@@ -207,7 +214,7 @@ def _divide(t: Operations, input: Value, other: Value, rounding_mode: str | None
 def _power(t: Operations, input: Value, exponent: Value) -> Value:
     base, power = t.number(input), t.number(exponent)
     by, of = ex.constant(power), ex.constant(base)
-    if by is not None and by == int(by) and 1 <= by <= 8:
+    if by is not None and 1 <= by <= 8 and by == int(by):
         result = reduce(partial(make, "*"), [base] * int(by))
         return t.cast(result, torch.float32) if isinstance(by, float) else result
     if by == 0.5:
@@ -231,6 +238,12 @@ def _clamp(t: Operations, input: Value, min: Value = None, max: Value = None) ->
     if min is not None:
         result = make("max", result, t.number(min))
     return result if max is None else make("min", result, t.number(max))
+
+
+def _relu(t: Operations, input: Value, inplace: bool = False) -> Value:
+    if inplace:
+        raise InvalidArgument(refusal("relu_"))
+    return _clamp(t, input, 0)
 
 
 def _pair(op: str) -> Row:
@@ -307,10 +320,10 @@ def _names(row: Row, names: str) -> dict[str, Row]:
 
 # fmt: off
 ROWS: Mapping[str, Row] = {
-    **_names(_arithmetic("+"), "add __add__ __radd__"),
+    **_names(_arithmetic("+", "|"), "add __add__ __radd__"),
     **_names(_arithmetic("-"), "sub subtract __sub__"),
     **_names(_reflected(_arithmetic("-")), "rsub __rsub__"),
-    **_names(_arithmetic("*"), "mul multiply __mul__ __rmul__"),
+    **_names(_arithmetic("*", "&"), "mul multiply __mul__ __rmul__"),
     **_names(_divide, "div divide true_divide truediv __truediv__"),
     **_names(_reflected(_divide), "__rtruediv__"),
     **_names(_arithmetic("//"), "floor_divide floordiv __floordiv__"),
@@ -337,7 +350,7 @@ ROWS: Mapping[str, Row] = {
     **_names(_clamp, "clamp clip"),
     **_names(lambda t, input, min: _clamp(t, input, min), "clamp_min"),
     **_names(lambda t, input, max: _clamp(t, input, None, max), "clamp_max"),
-    **_names(lambda t, input: _clamp(t, input, 0), "relu"),
+    **_names(_relu, "relu"),
     **{name: _unary(name) for name in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "floor")},
     **_names(lambda t, input: make("neg", make("floor", make("neg", t.number(input)))), "ceil"),
     **_names(lambda t, input: _inverse(t, make("sqrt", t.number(input))), "rsqrt"),

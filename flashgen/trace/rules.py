@@ -12,7 +12,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Literal, TypeAlias, overload
 
@@ -26,7 +26,7 @@ from flashgen.spec.masks import Mask
 from flashgen.spec.rule import MAX_NAME, OPERAND_DTYPES, TORCH_DTYPES, Operand, Rule
 from flashgen.spec.score_mods import ScoreMod
 from flashgen.trace.captures import Captures, Twins, captures
-from flashgen.trace.graph import Recording, place_of
+from flashgen.trace.graph import BUILTINS, Recording, place_of
 from flashgen.trace.operations import size_name
 
 POSITIONS = ("batch", "head", "q_idx", "k_idx")
@@ -59,6 +59,8 @@ class Traced:
     """For each operand the place of its tensor, and the axes that positions alone index, with these."""
     reads: tuple[tuple[int, int, Expr], ...]
     """(operand, axis, index) that is the same for a whole call and must lie within the tensor."""
+    lasting: bool = True
+    """Whether it holds for all callables of an equal key; else it is made anew at every call."""
 
     def bound(self, found: Captures, sizes: Sizes | None, checked: bool = False) -> Mask | ScoreMod:
         """The rule with the values that a callable captures now.
@@ -151,14 +153,18 @@ def _trace(kind: str, function: Callable[..., Any], found: Captures, shape: tupl
         _traced.clear()
     if not found.tests_types and _traced.get(shape) is not _CONSTANTS:
         try:
-            result = _traced[shape] = _read_twice(kind, function, found, False)
+            result = _read_twice(kind, function, found, False)
+            if result.lasting:
+                _traced[shape] = result
             return result
         except InvalidArgument:
             if not found.numbers:
                 raise
-    _traced[shape] = _CONSTANTS
-    key = (shape, *found.numbers)
-    result = _traced[key] = _read_twice(kind, function, found, True)
+    result = _read_twice(kind, function, found, True)
+    if result.lasting:
+        _traced[shape] = _CONSTANTS
+        key = (shape, *found.numbers)
+        _traced[key] = result
     return result
 
 
@@ -205,13 +211,15 @@ def _read(kind: str, function: Callable[..., Any], found: Captures, constants: b
         dtype = TORCH_DTYPES.get(str(value.dtype), "")
         return recording.tensor(named(hint, tensors), value, OPERAND_DTYPES.get(dtype, "float"))
 
+    twins = Twins(number, tensor, BUILTINS)
     try:
-        expr = recording.run(Twins(number, tensor).of(function), SYMBOLS[kind])
+        expr = recording.run(twins.of(function), SYMBOLS[kind])
     except Exception as error:
         told = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         raise InvalidArgument(_refusal(kind, function, place_of(error), told)) from error
     try:
-        return _made(kind, function, expr, found, numbers, tensors, recording.types)
+        made = _made(kind, function, expr, found, numbers, tensors, recording.types)
+        return replace(made, lasting=found.whole and twins.whole)
     except InvalidArgument as error:
         raise InvalidArgument(_refusal(kind, function, "", str(error))) from None
 
@@ -313,8 +321,9 @@ _ROWS = Interval(0, 2**31 - 1)
 class _Guard:
     """Keeps indices within their axes.
 
-    torch refuses an index outside; a kernel would read a neighbour's memory, or none, also for pairs that the
-    mask drops, so an index that is computed (`table[q_idx - kv_idx + 7]`) is kept to its axis. Positions are
+    torch counts negative indices from the end, and refuses an index outside; a kernel would read a
+    neighbour's memory, or none, also for pairs that the mask drops, so an index that is computed
+    (`table[q_idx - kv_idx]`) is counted as torch does and then kept to its axis. Positions are
     compared with the shape at every call, and what is the same for a whole call is checked on the host.
     """
 
@@ -357,9 +366,10 @@ class _Guard:
             self.reads[operand, axis, index] = None
             return guarded
         self.reads[operand, axis, ZERO] = None  # an axis without elements has nothing to keep to
-        if ex.bounds(index, dict.fromkeys(POSITIONS, _ROWS)).lo < 0:
-            guarded = make("max", guarded, ZERO)
         size = ex.Param(size_name(operand, self.ranks[operand], axis))
+        if ex.bounds(index, dict.fromkeys(POSITIONS, _ROWS)).lo < 0:  # torch counts it from the end
+            guarded = make("where", make("<", guarded, ZERO), make("+", guarded, size), guarded)
+            guarded = make("max", guarded, ZERO)
         return make("min", guarded, make("-", size, ONE))
 
 
@@ -393,4 +403,5 @@ _RESERVED = frozenset({*ex.SYMBOLS, *ex.TILE_SYMBOLS, *ex.FUNCTIONS, "inf"})
 
 def is_identity(mod: object) -> bool:
     """Whether a score rule returns the score as it is."""
-    return isinstance(mod, ScoreMod) and mod.rule.expr == Symbol("score")
+    # By its text: torch.compile would guard the class of an expression that it cannot reach by a name.
+    return isinstance(mod, ScoreMod) and mod.rule.text == "score"

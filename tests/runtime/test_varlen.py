@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import dispatch_parts as parts
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -184,6 +185,12 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
     ),
     r"cu_seqlens_q ends with 24, and q has 25 tokens": changed(
         cu_q=torch.tensor([0, 5, 5, 8, 8, 24], dtype=torch.int32)
+    ),
+    r"cu_seqlens_q ends with 4294967321, and q has 25 tokens": changed(
+        cu_q=torch.tensor([0, 5, 5, 8, 8, 2**32 + 25])
+    ),
+    r"q.device=meta has no values, or no kernels; packed sequences are computed on cuda or cpu": (
+        lambda: [x.to("meta") if isinstance(x, Tensor) else x for x in GOOD]
     ),
     r"sequence 4 of cu_seqlens_q has 17 tokens, more than max_seqlen_q=16": changed(max_q=16),
     r"max_seqlen_k=4 is too small: 5 sequences of so many hold 20 tokens, and k has 24": changed(max_k=4),
@@ -392,3 +399,54 @@ def test_callables_mean_what_named_rules_do() -> None:
         torch.testing.assert_close(out[first:last], wanted[0])
     with pytest.raises(InvalidArgument, match="cannot be traced"):
         attention_varlen(q, k, v, *sizes, mask=lambda b, h, q_idx, kv_idx: q_idx if q_idx else kv_idx)
+
+
+def test_lengths_of_any_kind_cut_what_a_callable_reads() -> None:
+    table = torch.randn(40, generator=torch.Generator().manual_seed(0))
+
+    def function(score, b, h, q_idx, kv_idx):
+        return score + table[kv_idx]
+
+    expected = attention_varlen(*GOOD, score_mod=function)
+    for kind in (np.int64, torch.tensor):
+        given = [*GOOD[:MAX_Q], kind(GOOD[MAX_Q]), kind(GOOD[MAX_K])]
+        assert torch.equal(attention_varlen(*given, score_mod=function), expected)
+    with pytest.raises(InvalidArgument, match="max_seqlen_k=-3 must be an int from 0"):
+        attention_varlen(*GOOD[:MAX_K], -3, score_mod=function)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [((), ()), ((0, 0), (3, 2)), ((3, 2), (0, 0)), ((5, 0), (0, 5))],
+    ids=["none", "q", "k", "pairs"],
+)
+def test_gradients_of_calls_without_a_pair_are_zero(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    q, k, v, *rest = call(*((length or (0,)) for length in lengths))
+    if not lengths[0]:
+        rest = [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, 0]
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out, lse = attention_varlen(*leaves, *rest, mask="causal", return_lse=True)
+    assert out.shape == (*q.shape[:2], v.shape[2]) and lse.shape == (q.shape[1], q.shape[0])
+    assert not out.any() and bool((lse == -math.inf).all())
+    for grad, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+def test_vmap_shares_the_places() -> None:
+    q, rest = GOOD[Q], GOOD[K:]
+    found = torch.vmap(lambda one: attention_varlen(one, *rest))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(found[1], attention_varlen(2 * q, *rest))
+    places = torch.stack([GOOD[CU_Q]] * 2)
+    with pytest.raises(InvalidArgument, match=r"cu_seqlens_q cannot be read .* do not map over it"):
+        torch.vmap(lambda cu: attention_varlen(*GOOD[:CU_Q], cu, *GOOD[CU_K:]))(places)
+
+
+def test_compiled_code_goes_on_without_a_graph() -> None:
+    def doubled(q: Tensor) -> Tensor:
+        return attention_varlen(q, *GOOD[K:]) * 2
+
+    expected = doubled(GOOD[Q])
+    assert torch.equal(torch.compile(doubled, backend="eager")(GOOD[Q]), expected)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"torch\.compile takes no attention_varlen into its graph"):
+        torch.compile(doubled, backend="eager", fullgraph=True)(GOOD[Q])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import random
 import weakref
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -643,3 +645,190 @@ def test_evaluated_like_the_callable() -> None:
     env = {"score": score, "batch": 0, "head": 2, "q_idx": rows, "k_idx": keys}
     found = evaluate_rule(score_mod(function), env)
     torch.testing.assert_close(found.float(), function(score, 0, 2, rows, keys))
+
+
+class Setting:
+    left = 3
+
+    @classmethod
+    def reach(cls) -> int:
+        return cls.left
+
+
+class Lookup:
+    def __getitem__(self, at: int) -> int:
+        return NEAR["left"]
+
+
+NEAR = {"left": 3}
+
+
+def left_of(setting) -> int:
+    return setting.left
+
+
+def shadowing(left: int) -> Setting:
+    made = Setting()
+    made.left = left
+    return made
+
+
+class Lefts(list):
+    pass
+
+
+CHANGING = {
+    "a class": (Setting, lambda made: lambda: made.left, lambda made: setattr(made, "left", 1)),
+    "its method": (Setting(), lambda made: lambda: made.reach(), lambda _: setattr(Setting, "left", 1)),
+    "handed on": (Setting(), lambda made: lambda: left_of(made), lambda _: setattr(Setting, "left", 1)),
+    "shadowing": (shadowing(3), lambda made: lambda: left_of(made), lambda made: setattr(made, "left", 1)),
+    "getattr": (
+        SimpleNamespace(left=3),
+        lambda made: lambda: getattr(made, "left", 9),
+        lambda made: setattr(made, "left", 1),
+    ),
+    "hasattr": (
+        SimpleNamespace(left=3),
+        lambda made: lambda: made.left if hasattr(made, "left") else 1,
+        lambda made: delattr(made, "left"),
+    ),
+    "vars": (
+        SimpleNamespace(left=3),
+        lambda made: lambda: vars(made).get("left", 9),
+        lambda made: setattr(made, "left", 1),
+    ),
+    "operator": (Lookup(), lambda made: lambda: made[0], lambda _: NEAR.update(left=1)),
+    "deque": (deque([3]), lambda made: lambda: made[0], lambda made: made.insert(0, 1)),
+    "set": ({3}, lambda made: lambda: min(made), lambda made: made.add(1)),
+    "keys of pairs": ({(0, 1): 3}, lambda made: lambda: made[0, 1], lambda made: made.update({(0, 1): 1})),
+    "ordered": (OrderedDict(left=3), lambda made: lambda: made["left"], lambda made: made.update(left=1)),
+    "list class": (Lefts([3]), lambda made: lambda: made[0], lambda made: made.insert(0, 1)),
+    "bound": ({"left": 3}, lambda made: read_by(made.get), lambda made: made.update(left=1)),
+    "array": (np.array([3]), lambda made: lambda: made[0], lambda made: made.put(0, 1)),
+}
+
+
+def read_by(get):
+    return lambda: get("left")
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_what_no_key_tells_is_read_anew_at_every_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Setting, "left", 3)
+    monkeypatch.setitem(NEAR, "left", 3)
+    made, reader, change = CHANGING[kind]
+    left = reader(made)
+
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx <= left()
+
+    def kept() -> list[bool]:
+        env = {"q_idx": torch.arange(6)[:, None], "k_idx": torch.arange(6)}
+        return evaluate_rule(mask_mod(mask), env)[:, 0].tolist()
+
+    assert kept() == [True] * 4 + [False] * 2
+    change(made)
+    assert kept() == [True] * 2 + [False] * 4
+
+
+@dataclass(frozen=True)
+class Reach:
+    left: int
+    right: int = 0
+
+
+def test_settings_of_a_dataclass_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_traces(monkeypatch)
+    for left in (3, 4):
+        reach = Reach(left)
+        assert mask_mod(lambda b, h, q, k: (q - k <= reach.left) & (k - q <= reach.right)).values == (left, 0)  # noqa: B023
+    assert len(made) == 1
+
+
+class Sub(float):
+    pass
+
+
+def test_numbers_of_classes_of_their_own() -> None:
+    level = enum.IntEnum("Level", {"NEAR": 3}).NEAR
+    assert mask_mod(lambda b, h, q, k: q - k <= level).rule.text == "q_idx - k_idx <= 3"
+    half = Sub(0.5)
+    assert score_mod(lambda score, b, h, q, k: score * half).rule.text == "score * 0.5"
+    pairs = np.array([2.0, 3.0], np.float32)
+    assert score_mod(lambda score, b, h, q, k: pairs[0] * score).rule.text in ("2.0 * score", "score * 2.0")
+
+
+def test_stand_ins_are_tensors_to_those_who_ask() -> None:
+    def function(score, b, h, q_idx, kv_idx):
+        return score * 2 if isinstance(score, torch.Tensor) and type(TABLE) is torch.Tensor else score * 3
+
+    assert score_mod(function).rule.text == "score * 2"
+
+
+def test_copies_do_not_enter_registries() -> None:
+    known = []
+
+    class Registered:
+        def __init_subclass__(cls) -> None:
+            known.append(cls)
+
+        def left(self) -> int:
+            return 3
+
+    made = Registered()
+    assert mask_mod(lambda b, h, q, k: q - k <= made.left()).rule.text == "q_idx - k_idx <= 3"
+    assert known == []
+
+
+def test_two_truth_values_add_to_one() -> None:
+    rule = score_mod(lambda score, b, h, q, k: score + ((q > k) + (k > 3)) * 2.0)
+    q, k = torch.arange(6)[:, None], torch.arange(6)
+    score = torch.zeros(6, 6)
+    found = evaluate_rule(rule, {"score": score, "q_idx": q, "k_idx": k})
+    assert torch.equal(found, score + ((q > k) + (k > 3)) * 2.0)
+    assert mask_mod(lambda b, h, q, k: (q > k) * (k > 3)).rule.text == "(q_idx > k_idx) & (k_idx > 3)"
+
+
+def test_negative_indices_count_from_the_end() -> None:
+    q, k, v = (torch.randn(1, 1, LENGTH, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    table = torch.randn(LENGTH, generator=torch.Generator().manual_seed(3))
+
+    def function(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx - kv_idx]
+
+    found = flashgen.attention(q, k, v, score_mod=function)
+    at = torch.arange(LENGTH)
+    expected = ((q @ k.mT) / 4 + table[at[:, None] - at]).softmax(-1) @ v
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_is_joined_with_a_callable() -> None:
+    for join in (lambda: flashgen.masks.causal() & causal, lambda: causal | flashgen.masks.causal()):
+        with pytest.raises(InvalidArgument, match=r"make it a mask first: flashgen\.trace\.mask_mod"):
+            join()
+
+
+def test_a_block_mask_does_not_hide_what_is_wrong_with_the_tensors() -> None:
+    q = torch.randn(1, 1, LENGTH, 16)
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    for wrong, told in ((None, "must be a tensor"), (q[0], "has 3 dimensions")):
+        with pytest.raises(InvalidArgument, match=told):
+            flashgen.flex_attention(wrong, q, q, block_mask=mask)
+
+
+BIAS = torch.randn(LENGTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def biased(score, b, h, q_idx, kv_idx):
+    return score + BIAS[kv_idx]
+
+
+def test_compiled_code_gives_gradients_of_captured_tensors() -> None:
+    q, k, v = draw(LENGTH)
+
+    def loss(q):
+        return (flashgen.attention(q, k, v, score_mod=biased) * q).sum()
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(q), BIAS)
+    torch.testing.assert_close(found, torch.autograd.grad(loss(q), BIAS))
