@@ -266,7 +266,7 @@ def test_explicit_sizes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": "casual"}, "unknown mask 'casual'; known: causal"),
+        ({"mask": "casual"}, "unknown mask 'casual'; known: block_sparse, causal,"),
         ({"dtype": "fp8"}, "dtype='fp8' is not served"),
         ({"seq": 0}, "seq=0 must be at least 1"),
         ({"head_dim": 100}, "head_dim=100 is not served"),
