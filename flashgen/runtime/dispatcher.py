@@ -294,7 +294,7 @@ class Dispatcher:
         k_tokens, kv_heads, head_dim_v = v.shape
         sequences = cu_q.shape[0] - 1
         if scale is None:
-            scale = head_dim**-0.5
+            scale = head_dim**-0.5 if head_dim else 1.0
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, head_dim)
         arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse)

@@ -240,6 +240,11 @@ def dispatched(made: parts.Parts, arguments: list[Any], mask: Any = None, **name
     return made.dispatcher.attention_varlen(*arguments, mask, *options.values())
 
 
+def test_a_head_dim_of_0_is_refused_like_any_other() -> None:
+    with pytest.raises(InvalidArgument, match="head_dim"):
+        dispatched(parts.make(), call(dims=(0, 0), dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_launches_a_kernel_with_its_environment(case: str, return_lse: bool) -> None:
