@@ -33,7 +33,7 @@ from flashgen.runtime.checks import (
     check,
     transformed,
 )
-from flashgen.runtime.dispatcher import Dispatcher
+from flashgen.runtime.dispatcher import Dispatcher, as_result
 from flashgen.runtime.explain import Explanation
 from flashgen.runtime.packed import as_longest, check_packed
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
@@ -226,15 +226,10 @@ def attention_varlen(
                 "(fake tensors, a trace) watches; call it outside"
             )
     if _differentiated(q, k, v, None, mask, score_mod):
-        return _result(torch_path.attention(check_packed(*arguments, return_lse)))
+        return as_result(torch_path.attention(check_packed(*arguments, return_lse)))
     if q.is_cuda:
         return _dispatcher().attention_varlen(*arguments, return_lse)
-    return _result(torch_path.reference(check_packed(*arguments, return_lse)))
-
-
-def _result(pair: tuple[Tensor, Tensor | None]) -> Any:
-    out, lse = pair
-    return out if lse is None else (out, lse)
+    return as_result(torch_path.reference(check_packed(*arguments, return_lse)))
 
 
 def sdpa(
@@ -398,7 +393,7 @@ def _learned(rule: Any) -> bool:
 
 
 def _differentiable(*arguments: Any) -> Any:
-    return _result(torch_path.attention(check(*arguments)))
+    return as_result(torch_path.attention(check(*arguments)))
 
 
 def _unusual(
@@ -629,12 +624,12 @@ def explain(
             )
         mask = translated
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    dense = all(each is None for each in packed)
     if _has_callables(mask, score_mod):
-        dense = all(each is None for each in packed)
         sizes = _sizes(q, k, layout) if dense else _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
     call: Call
-    if all(each is None for each in packed):
+    if dense:
         call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     elif layout != "bhsd" or given != Given():
         raise InvalidArgument(

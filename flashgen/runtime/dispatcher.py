@@ -245,14 +245,14 @@ class Dispatcher:
         launch = plan.launch
         if launch is None:
             call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
-            return _result(plan.otherwise(call))
+            return as_result(plan.otherwise(call))
         try:
             launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
                 return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
             call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
-            return _result(plan.otherwise(call))
+            return as_result(plan.otherwise(call))
         return out if lse is None else (out, lse)
 
     def attention_varlen(
@@ -300,12 +300,8 @@ class Dispatcher:
         arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse)
         if tensors:
             sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
-            counted = (
-                *((None,) * SIZES_AT),
-                *sizes,
-                scale,
-                *values,
-            )  # as a dense call's environment has them
+            # As a dense call's environment has them.
+            counted = (*((None,) * SIZES_AT), *sizes, scale, *values)
             if not (_given(tensors, device) and _fit(tensors, operand_axes(rule, score_mod), counted)):
                 check_packed(*arguments)
 
@@ -340,13 +336,13 @@ class Dispatcher:
         if plan is None:
             plan = self._resolve(key, check_packed(*arguments), code, device)
         if plan.launch is None:
-            return _result(plan.otherwise(check_packed(*arguments)))
+            return as_result(plan.otherwise(check_packed(*arguments)))
         try:
             plan.launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
                 return self.attention_varlen(*arguments)
-            return _result(plan.otherwise(check_packed(*arguments)))
+            return as_result(plan.otherwise(check_packed(*arguments)))
         return out if lse is None else (out, lse)
 
     # A miss
@@ -679,6 +675,7 @@ def _rows(shape: torch.Size) -> tuple[int, int, int]:
     return batch, heads, q_len
 
 
-def _result(pair: tuple[Tensor, Tensor | None]) -> Result:
+def as_result(pair: tuple[Tensor, Tensor | None]) -> Result:
+    """What a call returns of an output and its LSE: the output alone where none was asked for."""
     out, lse = pair
     return out if lse is None else (out, lse)

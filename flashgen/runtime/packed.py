@@ -130,8 +130,8 @@ def check_packed(
             "more than there are sequences; one without keys, or without queries, has two equal entries"
         )
     max_q, max_k = (
-        _as_enough(f"max_seqlen_{x}", given, cu.shape[0] - 1, tensor.shape[0], name)
-        for x, given, cu, tensor, name in (("q", max_q, cu_q, q, "q"), ("k", max_k, cu_k, k, "k"))
+        _as_enough(letter, given, cu_q.shape[0] - 1, tensor.shape[0])
+        for letter, given, tensor in (("q", max_q, q), ("k", max_k, k))
     )
     call = PackedCall(
         q,
@@ -194,12 +194,13 @@ def as_longest(given: Any, name: str = "max_seqlen") -> int:
     return int(longest)
 
 
-def _as_enough(name: str, given: Any, sequences: int, tokens: int, tensor: str) -> int:
+def _as_enough(letter: str, given: Any, sequences: int, tokens: int) -> int:
+    name = f"max_seqlen_{letter}"
     longest = as_longest(given, name)
     if longest * sequences < tokens:
         raise InvalidArgument(
             f"{name}={longest} is too small: {sequences} sequences of so many hold {longest * sequences} "
-            f"tokens, and {tensor} has {tokens}; give the length of the longest, or more"
+            f"tokens, and {letter} has {tokens}; give the length of the longest, or more"
         )
     return longest
 

@@ -528,13 +528,11 @@ def _totals(workload: Workload) -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _numbers(params_json: str) -> tuple[tuple[tuple[str, float], ...], dict[str, int]]:
     """Parameters, and totals by their names in a workload."""
-    pairs = form.checked(json.loads(params_json), form.PARAMS, "params").items()
+    found = form.checked(json.loads(params_json), form.PARAMS, "params")
     totals = {
-        own: form.checked(dict(pairs)[name], form.Number(), name)
-        for name, own in _TOTALS.items()
-        if name in dict(pairs)
+        own: form.checked(found[name], form.Number(), name) for name, own in _TOTALS.items() if name in found
     }
-    return tuple(pair for pair in pairs if pair[0] not in _TOTALS), totals
+    return tuple(pair for pair in found.items() if pair[0] not in _TOTALS), totals
 
 
 @lru_cache(maxsize=64)
