@@ -1,8 +1,9 @@
 """The keys of a tile divided among several programs, where a call has too few rows to fill a GPU.
 
-Each program leaves the output of its part of the keys, normalised, and its LSE in buffers of the call, and a
-second kernel weighs the parts by their LSE (Dao et al. 2023, Flash-Decoding). Both families write their parts
-alike, so buffers and second kernel stand here once.
+Each program leaves what it has of its part of the keys, each row's maximum, sum and unnormalised output, in
+buffers of the call, and a second kernel brings the parts to one maximum (Dao et al. 2023, Flash-Decoding; there by
+their LSE, in whose float32 the sum is lost beside a maximum of 1e7). Both families write their parts alike, so
+buffers and second kernel stand here once.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from flashgen.spec.config import Config, Value
 OPTIONS: tuple[tuple[str, tuple[Value, ...]], ...] = (("splits", (1, 2, 4, 8, 16, 32, 64)),)
 """64 programs for each tile fill 132 multiprocessors from two tiles on: one sequence, one key head."""
 
-BUFFERS = (Arg("PARTIAL", "scratch.partial", "*fp32"), Arg("PARTIAL_LSE", "scratch.partial_lse", "*fp32"))
-"""As the kernels take them: the output of each part, and its LSE in log2 units."""
+_OF_ROWS = ("partial_max", "partial_sum")
+BUFFERS = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in ("partial", *_OF_ROWS))
+"""As the kernels take them: the output of each part, its maxima in log2 units, and its sums."""
 
 
 def scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
-    """(batch, split, head, row) of the parts' outputs and LSEs, float32."""
+    """(batch, split, head, row) of the parts' outputs, maxima and sums, float32."""
     splits = config.number("splits")
     if splits == 1:
         return ()
     each = Extent("batch", times=splits)
     return (
         Scratch("partial", "fp32", (each, Extent("heads"), Extent("q_len"), Extent("head_dim_v"))),
-        Scratch("partial_lse", "fp32", (each, Extent("heads"), Extent("q_len"), Extent())),
+        *(Scratch(name, "fp32", (each, Extent("heads"), Extent("q_len"), Extent())) for name in _OF_ROWS),
     )
 
 

@@ -192,7 +192,7 @@ def producer(
 @gluon.jit
 def consumer(
     CONSUMER: gl.constexpr,
-    PARTIAL, PARTIAL_LSE,
+    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
     q_smem, k_smem, v_smem,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket, ticket_full, ticket_empty,
     batches, heads, heads_per_kv, q_len, k_len, scale,
@@ -348,17 +348,16 @@ def consumer(
         step += 1
 
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
-        weight = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
 
         row_head = head + gl.arange(0, ROWS, layout=ROW_LAYOUT) // STRIP
         part_rows = ((batch * SPLITS + split) * heads + row_head).to(gl.int64) * q_len + rows
-        part_lse = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum))  # in log2 units
-        gl.store(PARTIAL_LSE + part_rows, part_lse, mask=rows < q_len)
-        part = acc * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT_128))[:, None]
+        part_max = gl.where(row_sum == 0.0, float("-inf"), row_max)  # in log2 units
+        gl.store(PARTIAL_MAX + part_rows, part_max, mask=rows < q_len)
+        gl.store(PARTIAL_SUM + part_rows, row_sum, mask=rows < q_len)
         part_row = gl.convert_layout(part_rows, gl.SliceLayout(1, O_LAYOUT_128))[:, None]
         is_row = gl.convert_layout(rows, gl.SliceLayout(1, O_LAYOUT_128))[:, None] < q_len
         dims = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT_128))
-        gl.store(PARTIAL + part_row * 128 + dims[None, :], part, mask=is_row)
+        gl.store(PARTIAL + part_row * 128 + dims[None, :], acc, mask=is_row)
 
         turn += 1
         slot = turn % 2
@@ -372,31 +371,32 @@ def consumer(
 
 @triton.jit
 def combine_splits(
-    PARTIAL, PARTIAL_LSE,
+    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     LSE,
     heads, q_len,
 ):
-    # One program, a single warp, merges the parts of one row: the mean of their outputs, each weighed by the
-    # sum of exponentials that its LSE stands for. One without keys has the LSE -inf, and counts as nothing.
+    # One program, a single warp, merges the parts of one row: their sums and outputs, brought to one maximum.
+    # One without keys has the maximum -inf, and counts as nothing.
     row = tl.program_id(0) % q_len
     batch_head = tl.program_id(0) // q_len
     batch = batch_head // heads
     head = batch_head % heads
     first = (batch * SPLITS * heads + head).to(tl.int64) * q_len + row
     between = heads.to(tl.int64) * q_len
-    part_lse = tl.load(PARTIAL_LSE + first + tl.arange(0, SPLITS) * between)
-    row_max = tl.max(part_lse, 0)
+    of_parts = first + tl.arange(0, SPLITS) * between
+    part_max = tl.load(PARTIAL_MAX + of_parts)
+    row_max = tl.max(part_max, 0)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(tl.exp2(part_lse - shift), 0)
+    row_sum = tl.sum(tl.load(PARTIAL_SUM + of_parts) * tl.exp2(part_max - shift), 0)
 
     dims = tl.arange(0, 128)
     acc = tl.zeros([128], tl.float32)
     for part in tl.range(SPLITS, loop_unroll_factor=16):
         at = first + part * between
-        lse = tl.load(PARTIAL_LSE + at)
+        part_max = tl.load(PARTIAL_MAX + at)
         out = tl.load(PARTIAL + at * 128 + dims)
-        acc += tl.where(lse == float("-inf"), 0.0, out) * tl.exp2(lse - shift)
+        acc += tl.where(part_max == float("-inf"), 0.0, out) * tl.exp2(part_max - shift)
 
     OUT += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_om
     weight = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
@@ -410,7 +410,7 @@ def attention_fwd_sm90_d128_causal_bf16_lse_c2x1n64s4g4p4k16_late_lazy_tree_lane
     Q,
     K,
     V,
-    PARTIAL, PARTIAL_LSE,
+    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
     WORKSPACE,
     batches, heads, heads_per_kv, q_len, k_len, scale,
 ):
@@ -443,7 +443,7 @@ def attention_fwd_sm90_d128_causal_bf16_lse_c2x1n64s4g4p4k16_late_lazy_tree_lane
                 consumer,
                 (
                     0,
-                    PARTIAL, PARTIAL_LSE,
+                    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
                     q_smem, k_smem, v_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket, ticket_full, ticket_empty,
                     batches, heads, heads_per_kv, q_len, k_len, scale,
@@ -453,7 +453,7 @@ def attention_fwd_sm90_d128_causal_bf16_lse_c2x1n64s4g4p4k16_late_lazy_tree_lane
                 consumer,
                 (
                     1,
-                    PARTIAL, PARTIAL_LSE,
+                    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
                     q_smem, k_smem, v_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket, ticket_full, ticket_empty,
                     batches, heads, heads_per_kv, q_len, k_len, scale,

@@ -54,8 +54,11 @@ def sequence_at(place, CU_Q, sequences, LAYOUT: gl.constexpr):
 def box_at(row, end, BOX: gl.constexpr):
     # A descriptor has its rows along two axes of one stride, whose indices add up to BOX more than the row.
     # The inner one has BOX rows: a box that begins there as many rows late as it would reach past its
-    # sequence ends with it, and what lies behind reads as zero and is not stored.
-    inner = BOX - gl.minimum(gl.maximum(end - row, 0), BOX)
+    # sequence ends with it, and what lies behind reads as zero and is not stored. One row at least is real,
+    # the last before the end: of a box without any, the hardware touches the map's first element, BOX rows
+    # before the tensor, where no memory may be (an illegal address, seen on an H200).
+    row = gl.maximum(gl.minimum(row, end - 1), 0)
+    inner = BOX - gl.minimum(gl.maximum(end - row, 1), BOX)
     return row + BOX - inner, inner
 
 
@@ -363,10 +366,12 @@ def consumer(
         weight = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
         tma.store_wait(0)  # the last tile's output has left the buffer
         out = acc * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT_128))[:, None]
+        out = gl.where(k_len > 0, out, 0.0)  # without a key, the boxes hold one of another sequence
         out_smem.index(CONSUMER).reshape([ROWS, 128]).store(out.to(dtype))
         fence_async_shared()
-        outer, inner = box_at(q_start + start_m, q_start + q_len, STRIP)
-        tma.async_copy_shared_to_global(OUT, [outer, head, inner, 0], out_smem.index(CONSUMER))
+        if start_m < q_len:
+            outer, inner = box_at(q_start + start_m, q_start + q_len, STRIP)
+            tma.async_copy_shared_to_global(OUT, [outer, head, inner, 0], out_smem.index(CONSUMER))
 
         lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN2 + gl.log(row_sum))
         gl.store(LSE + head.to(gl.int64) * q_tokens + q_start + rows, lse, mask=rows < q_len)

@@ -56,8 +56,11 @@ def sequence_at(place, CU_Q, sequences, LAYOUT: gl.constexpr):
 def box_at(row, end, BOX: gl.constexpr):
     # A descriptor has its rows along two axes of one stride, whose indices add up to BOX more than the row.
     # The inner one has BOX rows: a box that begins there as many rows late as it would reach past its
-    # sequence ends with it, and what lies behind reads as zero and is not stored.
-    inner = BOX - gl.minimum(gl.maximum(end - row, 0), BOX)
+    # sequence ends with it, and what lies behind reads as zero and is not stored. One row at least is real,
+    # the last before the end: of a box without any, the hardware touches the map's first element, BOX rows
+    # before the tensor, where no memory may be (an illegal address, seen on an H200).
+    row = gl.maximum(gl.minimum(row, end - 1), 0)
+    inner = BOX - gl.minimum(gl.maximum(end - row, 1), BOX)
     return row + BOX - inner, inner
 
 
@@ -263,13 +266,16 @@ def consumer(
 
         weight = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
         out = acc_0 * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT_64))[:, None]
+        out = gl.where(k_len > 0, out, 0.0)  # without a key, the boxes hold one of another sequence
         q_smem_0.index(CONSUMER).reshape([ROWS, 64]).store(out.to(dtype))
         out = acc_64 * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT_32))[:, None]
+        out = gl.where(k_len > 0, out, 0.0)
         q_smem_64.index(CONSUMER).reshape([ROWS, 32]).store(out.to(dtype))
         fence_async_shared()
-        outer, inner = box_at(q_start + start_m, q_start + q_len, STRIP)
-        tma.async_copy_shared_to_global(OUT_0, [outer, head, inner, 0], q_smem_0.index(CONSUMER))
-        tma.async_copy_shared_to_global(OUT_64, [outer, head, inner, 0], q_smem_64.index(CONSUMER))
+        if start_m < q_len:
+            outer, inner = box_at(q_start + start_m, q_start + q_len, STRIP)
+            tma.async_copy_shared_to_global(OUT_0, [outer, head, inner, 0], q_smem_0.index(CONSUMER))
+            tma.async_copy_shared_to_global(OUT_64, [outer, head, inner, 0], q_smem_64.index(CONSUMER))
 
         lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN2 + gl.log(row_sum))
         row_head = head + gl.arange(0, ROWS, layout=ROW_LAYOUT) // STRIP

@@ -17,33 +17,34 @@ LAUNCH = dict(num_warps=4, num_stages=2)
 
 @triton.jit
 def combine_splits(
-    PARTIAL, PARTIAL_LSE,
+    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
     OUT, stride_ob, stride_oh, stride_om, stride_od,
     SINKS, stride_sink,
     heads, q_len,
 ):
-    # One program, a single warp, merges the parts of one row: the mean of their outputs, each weighed by the
-    # sum of exponentials that its LSE stands for. One without keys has the LSE -inf, and counts as nothing.
+    # One program, a single warp, merges the parts of one row: their sums and outputs, brought to one maximum.
+    # One without keys has the maximum -inf, and counts as nothing.
     row = tl.program_id(0) % q_len
     batch_head = tl.program_id(0) // q_len
     batch = batch_head // heads
     head = batch_head % heads
     first = (batch * SPLITS * heads + head).to(tl.int64) * q_len + row
     between = heads.to(tl.int64) * q_len
-    part_lse = tl.load(PARTIAL_LSE + first + tl.arange(0, SPLITS) * between)
-    row_max = tl.max(part_lse, 0)
+    of_parts = first + tl.arange(0, SPLITS) * between
+    part_max = tl.load(PARTIAL_MAX + of_parts)
+    row_max = tl.max(part_max, 0)
     sink = tl.load(SINKS + head * stride_sink).to(tl.float32) * LOG2E
     row_max = tl.maximum(row_max, sink)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(tl.exp2(part_lse - shift), 0) + tl.exp2(sink - shift)
+    row_sum = tl.sum(tl.load(PARTIAL_SUM + of_parts) * tl.exp2(part_max - shift), 0) + tl.exp2(sink - shift)
 
     dims = tl.arange(0, 64)
     acc = tl.zeros([64], tl.float32)
     for part in tl.range(SPLITS, loop_unroll_factor=16):
         at = first + part * between
-        lse = tl.load(PARTIAL_LSE + at)
+        part_max = tl.load(PARTIAL_MAX + at)
         out = tl.load(PARTIAL + at * 64 + dims)
-        acc += tl.where(lse == float("-inf"), 0.0, out) * tl.exp2(lse - shift)
+        acc += tl.where(part_max == float("-inf"), 0.0, out) * tl.exp2(part_max - shift)
 
     OUT += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_om
     weight = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
@@ -55,7 +56,7 @@ def attention_fwd_d64_causal_bf16_sinks_m16n64w4s2k16_tma_heads(
     Q,
     K,
     V,
-    PARTIAL, PARTIAL_LSE,
+    PARTIAL, PARTIAL_MAX, PARTIAL_SUM,
     heads, heads_per_kv, q_len, k_len, scale,
 ):
     # One program computes BLOCK_M query rows of one head. The last rows go first: they see the most keys,
@@ -130,12 +131,10 @@ def attention_fwd_d64_causal_bf16_sinks_m16n64w4s2k16_tma_heads(
         acc = tl.dot(p.to(v.dtype), v, acc)
         row_max = new_max
 
-    weight = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without any key gives 0
-    acc = acc * weight[:, None]
-
     part_rows = ((batch * SPLITS + split) * heads + head).to(tl.int64) * q_len + rows
-    part_lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))  # in log2 units
-    tl.store(PARTIAL_LSE + part_rows, part_lse, mask=rows < q_len)
+    part_max = tl.where(row_sum == 0.0, float("-inf"), row_max)  # in log2 units
+    tl.store(PARTIAL_MAX + part_rows, part_max, mask=rows < q_len)
+    tl.store(PARTIAL_SUM + part_rows, row_sum, mask=rows < q_len)
     tl.store(
         PARTIAL + part_rows[:, None] * 64 + dims[None, :],
         acc,

@@ -29,8 +29,11 @@ def sequence_at(place, CU_Q, sequences):
 def box_at(row, end, BOX: tl.constexpr):
     # A descriptor has its rows along two axes of one stride, whose indices add up to BOX more than the row.
     # The inner one has BOX rows: a box that begins there as many rows late as it would reach past its
-    # sequence ends with it, and what lies behind reads as zero and is not stored.
-    inner = BOX - tl.minimum(tl.maximum(end - row, 0), BOX)
+    # sequence ends with it, and what lies behind reads as zero and is not stored. One row at least is real,
+    # the last before the end: of a box without any, the hardware touches the map's first element, BOX rows
+    # before the tensor, where no memory may be (an illegal address, seen on an H200).
+    row = tl.maximum(tl.minimum(row, end - 1), 0)
+    inner = BOX - tl.minimum(tl.maximum(end - row, 1), BOX)
     return row + BOX - inner, inner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from flashgen.spec.attention import AttentionSpec
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 LENGTH = 1000  # no multiple of a tile
+SMALL = {"num_stages": 1}
+"""Of torch's kernels: with a bias, their default asks for more shared memory than an H200 has (torch 2.11)."""
 
 
 @pytest.fixture
@@ -65,7 +68,9 @@ def test_values_are_those_of_compiled_flex_attention(name: str, head_dim: int) -
     wanted = exact(q, k, v, given)
     assert_right((ours, aux.lse), wanted)
     torch._dynamo.reset()  # each sample is another graph of one function, and there are more than its limit
-    theirs, their_aux = torch.compile(flex_attention)(q, k, v, **call, return_aux=AuxRequest(lse=True))
+    theirs, their_aux = torch.compile(flex_attention)(
+        q, k, v, **call, return_aux=AuxRequest(lse=True), kernel_options=SMALL
+    )
     torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(aux.lse, their_aux.lse, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(
@@ -179,7 +184,8 @@ def test_gradients_are_those_of_compiled_flex_attention() -> None:
 
     block_mask = create_block_mask(causal, None, None, 256, 256, device=DEVICE)
     found = []
-    for function in (flashgen.flex_attention, torch.compile(flex_attention)):
+    compiled = partial(torch.compile(flex_attention), kernel_options=SMALL)
+    for function in (flashgen.flex_attention, compiled):
         out = function(*inputs, score_mod=biased, block_mask=block_mask, enable_gqa=True)
         found.append(torch.autograd.grad(out.float().square().sum(), [*inputs, bias]))
     for ours, theirs in zip(*found, strict=True):

@@ -115,3 +115,15 @@ def test_parts_of_very_different_weight() -> None:
         expected, expected_lse = attention_reference(inputs.q, k, inputs.v, dtype=torch.float64)
         torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY])
+def test_c03_parts_of_scores_far_below_any_sentinel(config: str) -> None:
+    """At logits of -1.15e7 a float32 LSE has no bit left for the number of keys, and parts have 24 to 96."""
+    work = workload(128, mask=masks.full(), heads=1, q_len=3, k_len=120)
+    plain = make_inputs(work, "cpu")
+    q, k = torch.full_like(plain.q, 300.0), torch.full_like(plain.k, -300.0)
+    out, lse = run(replace(plain, q=q, k=k, scale=1.0), work.spec, config)
+    means = plain.v.float().mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.float(), means, atol=1e-4, rtol=1e-3)
+    assert torch.isfinite(lse).all() and (lse < -1.1e7).all()
