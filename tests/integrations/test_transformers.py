@@ -189,9 +189,7 @@ def test_packed_sequences_with_and_without_capped_scores(name: str) -> None:
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("llama", {"hidden_size": 48}), ("gpt-oss", {"head_dim": 12})]
-)
+@pytest.mark.parametrize(("name", "changes"), [("llama", {"hidden_size": 48}), ("gpt-oss", {"head_dim": 12})])
 def test_head_dims_without_a_kernel_run_in_torch(name: str, changes: dict[str, int]) -> None:
     model = make_model(name, **changes)  # head_dim 12
     ids, mask = batch("left")
