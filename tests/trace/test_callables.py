@@ -588,16 +588,7 @@ def visited(mask: masks.Mask) -> int:
     env |= dict(zip((name for name, _ in mask.rule.params), mask.values, strict=True))
     operands = (operand.name for operand in mask.rule.operands)
     env |= dict(zip(operands, (tensor.tolist() for tensor in mask.tensors), strict=True))
-    listed, ranges = tiles.lists(mask.rule), tiles.ranges(mask.rule, "k")
-    count = 0
-    for first in range(0, LENGTH, TILE):
-        last = first + TILE - 1
-        if listed is not None:
-            count += sum(map(len, listed.of_tile(env, (first, last), TILE, LENGTH)))
-            continue
-        found = tiles.resolve(ranges, env | {"first": first, "last": last}, TILE, LENGTH)
-        count += sum((hi - lo) // TILE for lo, _, _, hi in found)
-    return count
+    return sum(len(partial) + len(full) for partial, full in tiles.visited(mask.rule, env, TILE, TILE))
 
 
 def test_compiled_code_spares_the_tiles_too() -> None:
