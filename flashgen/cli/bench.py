@@ -348,6 +348,7 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
     options: dict[str, Any] = {
         "mask": inputs.mask,
         "score_mod": inputs.score_mod,
+        "sinks": inputs.sinks,
         "scale": inputs.scale,
         "layout": inputs.layout,
         **({} if inputs.quantized is None else inputs.quantized.arguments()),

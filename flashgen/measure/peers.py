@@ -61,6 +61,8 @@ class Problem:
         """
         inputs = inputs.widened()
         mask, score_mod = inputs.mask, inputs.score_mod
+        if inputs.sinks is not None:
+            raise Unsupported("peers are compared without sinks")
         if mask.rule not in WINDOWS:
             raise Unsupported(f"peers are compared on full, causal and window masks, not {mask.describe()}")
         if score_mod is not None and score_mod.rule != SOFTCAP:

@@ -90,6 +90,13 @@ def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
     assert "is for 8-bit inputs" in left_out[bench.WIDENED]
 
 
+def test_ours_takes_the_sinks_and_peers_say_that_they_do_not() -> None:
+    sunk = replace(SMALL, spec=replace(SMALL.spec, sinks="bf16"))
+    launches, _, errors, left_out = bench.ready(sunk, "cpu", ["flashgen", "fa2"])
+    assert list(launches) == ["flashgen"] and 0 < errors["flashgen"] < 0.02
+    assert left_out == {"fa2": "peers are compared without sinks"}
+
+
 class WallClock:
     """Times calls on the CPU."""
 

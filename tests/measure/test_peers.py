@@ -76,6 +76,7 @@ def test_a_peer_takes_8_bit_values_in_16_bits(layout: str) -> None:
         ("cudnn", {"score_mod": "softcap(30.0)"}, "no softcap"),
         ("cudnn", {"mask": "causal", "k_len": 128}, "no bottom-right causal mask"),
         ("flex", {"mask": "key_padding"}, "peers are compared on full, causal and window masks"),
+        ("flex", {"sinks": "bf16"}, "peers are compared without sinks"),
         ("fa4", {}, "is not installed"),
         ("cudnn", {}, "cuDNN through torch's SDPA failed with"),
     ],
