@@ -90,6 +90,19 @@ def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
     assert "is for 8-bit inputs" in left_out[bench.WIDENED]
 
 
+def test_packed_sequences_have_rows_of_their_own() -> None:
+    """Their tokens are part of what was computed, and rows from before packed sequences are still read."""
+    few, many = (replace(SMALL, spec=replace(SMALL.spec, addressing="varlen"), batch=3, total_q=total,
+                         total_k=total) for total in (150, 300))  # fmt: skip
+    assert tuple(bench.shape_of(few)) == (*bench.SHAPE, *bench.TOTALS)
+    assert bench.identity(bench.shape_of(few)) != bench.identity(bench.shape_of(many))
+    assert bench.identity(bench.shape_of(SMALL))[len(bench.SHAPE) :] == (None, None)
+    launches, families, errors, left_out = bench.ready(few, "cpu", ["flashgen", "cudnn", "fa4"])
+    assert list(launches) == ["flashgen"] and families == {"flashgen": "torch"}
+    assert launches["flashgen"]().shape == (1, 4, 150, 64) and 0 < errors["flashgen"] < 0.02
+    assert "takes no packed sequences" in left_out["cudnn"] and "not installed" in left_out["fa4"]
+
+
 class WallClock:
     """Times calls on the CPU."""
 
