@@ -200,36 +200,30 @@ def attention_varlen(
 
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched. Entries of cu_seqlens are looked
-            at where they are on the CPU, and on a GPU with the setting FLASHGEN_CHECK=1, which waits for it.
+            at where they are on the CPU or torch's operations need them, and at every call on a GPU with the
+            setting FLASHGEN_CHECK=1, which waits for it.
         LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
 
     CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
-    sequence after the other, and wait for the GPU once. Under autocast as `attention`.
+    sequence after the other, and wait for the GPU once. Under autocast as `attention`. torch.compile sees one
+    operator, in a graph for any lengths; a call that needs a gradient is in none.
     """
-    if torch.compiler.is_compiling():
-        raise InvalidArgument(
-            "torch.compile takes no attention_varlen into its graph, for its sizes are values of tensors; "
-            "compile without fullgraph=True, which goes on without a graph here, or call it outside"
-        )
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if _has_callables(mask, score_mod):
         sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, score_mod, scale)
-    for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor):
+    if torch.compiler.is_compiling():
+        return _packed_in_a_trace(*arguments, return_lse)
+    if not all(type(each) in (Tensor, torch.nn.Parameter) for each in (q, k, v)) or _watched():
+        if not all(isinstance(each, Tensor) for each in (q, k, v)):
             check_packed(*arguments, return_lse)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or _watched():
-            raise InvalidArgument(
-                f"attention_varlen takes plain tensors, not {type(tensor).__name__} or what a mode of torch "
-                "(fake tensors, a trace) watches; call it outside"
-            )
+        with _naming_classes(q, k, v):
+            return _packed_in_a_trace(*arguments, return_lse)
     if _differentiated(q, k, v, None, mask, score_mod):
         return as_result(torch_path.attention(check_packed(*arguments, return_lse)))
-    if q.is_cuda:
-        return _dispatcher().attention_varlen(*arguments, return_lse)
-    return as_result(torch_path.reference(check_packed(*arguments, return_lse)))
+    return _serve_packed(*arguments, return_lse)
 
 
 def sdpa(
@@ -372,7 +366,15 @@ def _serve(
     return (out, lse) if return_lse else out
 
 
+def _serve_packed(*arguments: Any) -> Any:
+    """The same of packed sequences."""
+    if arguments[0].is_cuda:
+        return _dispatcher().attention_varlen(*arguments)
+    return as_result(torch_path.reference(check_packed(*arguments)))
+
+
 _OPERATOR = op.define(_serve)
+_OPERATOR_PACKED = op.define_packed(_serve_packed)
 
 
 def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, *rules: Any) -> bool:
@@ -412,13 +414,32 @@ def _unusual(
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
-    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
-    try:
+    with _naming_classes(*tensors):
         if _differentiated(*tensors, given, mask, score_mod):
             return _differentiable(*arguments)
-        if not odd and not _watched():
+        if all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors) and not _watched():
             return _serve(*arguments)
         return op.traced(_OPERATOR, *arguments)
+
+
+def _packed_in_a_trace(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> Any:
+    """`attention_varlen` as an operator, which alone lets a trace vary where sequences begin."""
+    *_, mask, score_mod, _, _ = sizes_and_rules
+    if _differentiated(q, k, v, None, mask, score_mod):
+        raise InvalidArgument(
+            "an attention_varlen that needs a gradient is in no graph, for torch's operations ask where "
+            "sequences begin; call it under torch.no_grad(), outside of the trace, or compile without "
+            "fullgraph=True, which goes on without a graph here"
+        )
+    return op.traced_packed(_OPERATOR_PACKED, q, k, v, *sizes_and_rules)
+
+
+@contextmanager
+def _naming_classes(*tensors: Tensor) -> Iterator[None]:
+    """Says of which class tensors are where that class lacks an operator."""
+    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
+    try:
+        yield
     except (TypeError, NotImplementedError) as error:  # what a class of tensors says to an operator it lacks
         if not odd or isinstance(error, FlashGenError):
             raise

@@ -348,7 +348,7 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
     from flashgen.measure.peers import Packed
 
     q, k, v = inputs.q, inputs.k, inputs.v
-    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
+    rules: dict[str, Any] = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
     if inputs.packed is not None:
         q, k, v = q[0], k[0], v[0]
         places = Packed.of(inputs.packed).arguments()
