@@ -189,6 +189,8 @@ def attention_varlen(
         max_seqlen_k: the same of keys.
         mask: as for `attention`; positions count within their sequence, and `batch` is the sequence. What a
             mask reads by position has room for the longest: `document` takes ids (sequences, max_seqlen_k).
+            Documents that are sequences of their own are faster: within a sequence their tiles are not
+            skipped, nor those that `block_sparse` drops.
         score_mod: as for `attention`, likewise.
         scale: as for `attention`.
         return_lse: also return the logarithm of the sum of exponentials.

@@ -162,7 +162,10 @@ def check_packed_tensors(q: Any, k: Any, v: Any) -> None:
     """What can be wrong with q, k and v alone; raises `InvalidArgument`."""
     check_tensors(q, k, v, 3, AXES)
     if q.dtype == E4M3:
-        raise InvalidArgument(f"q.dtype={q.dtype} is not served packed; convert q, k and v to torch.bfloat16")
+        raise InvalidArgument(
+            f"q.dtype={q.dtype} is not served packed, for kernels bring 8-bit values into another order by one "
+            "length of all sequences; convert q, k and v to torch.bfloat16, multiplied by their factors"
+        )
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     check_sizes((x.transpose(0, 1)[None].shape for x in (q, k, v)), f"{shapes} as {AXES}")
 

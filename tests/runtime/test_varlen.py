@@ -164,7 +164,7 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
     r"q has 4 dimensions, .*; it must be \(tokens, heads, head_dim\)": changed(q=GOOD[Q][None]),
     r"k must be a tensor \(tokens, heads, head_dim\), not None": changed(k=None),
     r"k.dtype=torch.float16 must be that of q": changed(k=GOOD[K].half()),
-    r"q.dtype=torch.float8_e4m3fn is not served packed; convert": changed(
+    r"q.dtype=torch.float8_e4m3fn is not served packed, .*; convert .* multiplied by their factors": changed(
         **{name: GOOD[at].to(torch.float8_e4m3fn) for name, at in (("q", Q), ("k", K), ("v", V))}
     ),
     r"v has length 23, it must be k's 24: q \(25, 4, 32\)": changed(v=GOOD[V][:-1]),
@@ -220,7 +220,9 @@ def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
         InvalidArgument, match=r"key_lengths .* shape \(4,\); axis 0 counts batch, which is 5"
     ):
         attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(4, dtype=torch.int64)))
-    with pytest.raises(InvalidArgument, match=r"axis 1 counts k_len, which is 11"):
+    with pytest.raises(
+        InvalidArgument, match=r"axis 1 counts k_len, which is 11: .* filled up to the longest"
+    ):
         attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(5, 24, dtype=torch.bool)))
     with pytest.raises(InvalidArgument, match="return_lse=1 must be True or False"):
         attention_varlen(*GOOD, return_lse=1)  # type: ignore[arg-type]
