@@ -169,6 +169,7 @@ def attention_varlen(
     *,
     mask: MaskLike = None,
     score_mod: ScoreModLike = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -192,13 +193,14 @@ def attention_varlen(
             Documents that are sequences of their own are faster: within a sequence their tiles are not
             skipped, nor those that `block_sparse` drops.
         score_mod: as for `attention`, likewise.
+        sinks: as for `attention`: (heads,) logits, of every sequence.
         scale: as for `attention`.
         return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         The output (q tokens, heads, head_dim_v) in q's dtype and order of axes in memory; with `return_lse` a
         pair with the natural LSE in float32, (heads, q tokens) as FlashAttention has it. A query that sees no
-        key has output 0 and LSE -inf.
+        key has output 0 and LSE -inf, or its head's sink.
 
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched. Entries of cu_seqlens are looked
@@ -215,17 +217,18 @@ def attention_varlen(
     if _has_callables(mask, score_mod):
         sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
-    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, score_mod, scale)
+    places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    arguments = (q, k, v, *places, mask, score_mod, scale, return_lse, sinks)
     if torch.compiler.is_compiling():
-        return _packed_in_a_trace(*arguments, return_lse)
+        return _packed_in_a_trace(*arguments)
     if not all(type(each) in (Tensor, torch.nn.Parameter) for each in (q, k, v)) or _watched():
         if not all(isinstance(each, Tensor) for each in (q, k, v)):
-            check_packed(*arguments, return_lse)
+            check_packed(*arguments)
         with _naming_classes(q, k, v):
-            return _packed_in_a_trace(*arguments, return_lse)
-    if _differentiated(q, k, v, None, mask, score_mod):
-        return as_result(torch_path.attention(check_packed(*arguments, return_lse)))
-    return _serve_packed(*arguments, return_lse)
+            return _packed_in_a_trace(*arguments)
+    if _differentiated(q, k, v, Given(sinks=sinks), mask, score_mod):
+        return as_result(torch_path.attention(check_packed(*arguments)))
+    return _serve_packed(*arguments)
 
 
 def sdpa(
@@ -426,8 +429,8 @@ def _unusual(
 
 def _packed_in_a_trace(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> Any:
     """`attention_varlen` as an operator, which alone lets a trace vary where sequences begin."""
-    *_, mask, score_mod, _, _ = sizes_and_rules
-    if _differentiated(q, k, v, None, mask, score_mod):
+    *_, mask, score_mod, _, _, sinks = sizes_and_rules
+    if _differentiated(q, k, v, Given(sinks=sinks), mask, score_mod):
         raise InvalidArgument(
             "an attention_varlen that needs a gradient is in no graph, for torch's operations ask where "
             "sequences begin; call it under torch.no_grad(), outside of the trace, or compile without "
@@ -654,13 +657,13 @@ def explain(
     call: Call
     if dense:
         call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-    elif layout != "bhsd" or given != Given():
+    elif layout != "bhsd" or given != Given(sinks=sinks):
         raise InvalidArgument(
             "explain got arguments of attention_varlen (cu_seqlens_q, ...), which takes no layout and no "
             "8-bit tensors; a call has only one kind"
         )
     else:
-        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse)
+        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse, sinks)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     if _differentiated(q, k, v, given, call.mask, call.score_mod):

@@ -351,7 +351,7 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
     rules: dict[str, Any] = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
     if inputs.packed is not None:
         q, k, v = q[0], k[0], v[0]
-        places = Packed.of(inputs.packed).arguments()
+        places = Packed.of(inputs.packed).arguments() | {"sinks": inputs.sinks}
         family = api.explain(q, k, v, **places, **rules).family
         return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), family
     options: dict[str, Any] = {

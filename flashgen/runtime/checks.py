@@ -516,8 +516,8 @@ def _least(axis: Reached, sizes: tuple[Any, ...], values: tuple[Any, ...]) -> in
 
 
 _OF_PACKED = (
-    ": what rules read of packed sequences has a row for each of them, filled up to the longest (max_seqlen), "
-    "and positions count within the sequence"
+    ": what rules read of packed sequences has a row for each of them, filled up to the longest "
+    "(max_seqlen), and positions count within the sequence"
 )
 
 OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...] | Reached, ...]]
@@ -597,8 +597,8 @@ def check_operands(call: Call) -> None:
                 if sizes and shape[axis] != max(sizes.values()):
                     told = " and ".join(f"{each}, which is {size}" for each, size in sizes.items())
                     raise InvalidArgument(
-                        f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts {told}"
-                        f"{_OF_PACKED if call.totals else ''}"
+                        f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts "
+                        f"{told}{_OF_PACKED if call.totals else ''}"
                     )
 
 

@@ -24,7 +24,7 @@ from flashgen.runtime.checks import (
     check_dense,
     transformed,
 )
-from flashgen.runtime.packed import as_longest, check_packed_tensors
+from flashgen.runtime.packed import as_longest, check_packed_tensors, packed_sinks
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -36,7 +36,7 @@ NAME = "flashgen::attention_fwd"
 NAME_PACKED = "flashgen::attention_varlen_fwd"
 
 Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool, Given | None], Any]
-ServePacked = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, Any, Any, Any, bool], Any]
+ServePacked = Callable[..., Any]
 
 
 def define(serve: Serve) -> Any:
@@ -106,7 +106,7 @@ def define(serve: Serve) -> Any:
 
 def define_packed(serve: ServePacked) -> Any:
     """The same of packed sequences, around `serve(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k, mask, score_mod, scale, return_lse)`.
+    max_seqlen_k, mask, score_mod, scale, return_lse, sinks)`.
 
     Nothing in a graph depends on where sequences begin; how many tokens and sequences there are and how long
     they may be are sizes of the graph, which torch lets vary.
@@ -128,11 +128,12 @@ def define_packed(serve: ServePacked) -> Any:
         values: Sequence[float],
         scale: float,
         return_lse: bool,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         _check_untransformed(NAME_PACKED, "flashgen.attention_varlen")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        result = serve(q, k, v, *places, *rules, scale, return_lse)
+        result = serve(q, k, v, *places, *rules, scale, return_lse, sinks)
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
     def meta(
@@ -151,10 +152,12 @@ def define_packed(serve: ServePacked) -> Any:
         values: Sequence[float],
         scale: float,
         return_lse: bool,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         # Not the places and the longest lengths: comparing these would tie the graph to a call's numbers.
         check_packed_tensors(q, k, v)
+        packed_sinks(sinks, q)
         out = torch_path.empty_output(q, "bshd", v.shape[2])
         rows = (q.shape[1], q.shape[0]) if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
@@ -237,6 +240,7 @@ def traced_packed(
     score_mod: Any,
     scale: Any,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Any:
     """The same of packed sequences; `op` is what `define_packed` gives."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -247,7 +251,7 @@ def traced_packed(
     )
     rules = _told(as_mask(mask), as_score_mod(score_mod))
     places = (cu_seqlens_q, cu_seqlens_k, *longest)
-    out, lse = op(q, k, v, *places, *rules, as_scale(scale, q.shape[2]), return_lse)
+    out, lse = op(q, k, v, *places, *rules, as_scale(scale, q.shape[2]), return_lse, sinks)
     return (out, lse) if return_lse else out
 
 

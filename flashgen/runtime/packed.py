@@ -22,6 +22,7 @@ from flashgen.runtime.checks import (
     as_mask,
     as_scale,
     as_score_mod,
+    as_sinks,
     check_operands,
     check_return_lse,
     check_sizes,
@@ -91,7 +92,8 @@ class PackedCall(Call):
             of_k = slice(cu_k[sequence], cu_k[sequence + 1])
             tensors = (self.q[of_q][None], self.k[of_k][None], self.v[of_k][None])
             rules = (self.mask, self.score_mod, self.scale)
-            made.append(Call(*tensors, *rules, "bshd", self.return_lse, sequence=sequence))
+            call = Call(*tensors, *rules, "bshd", self.return_lse, sinks=self.sinks, sequence=sequence)
+            made.append(call)
         return made
 
 
@@ -107,6 +109,7 @@ def check_packed(
     score_mod: Any,
     scale: Any,
     return_lse: Any,
+    sinks: Any = None,
     values: bool = False,
 ) -> PackedCall:
     """Everything that can be wrong with a call; int64 places become int32.
@@ -144,6 +147,7 @@ def check_packed(
         as_scale(scale, q.shape[2]),
         "bshd",
         return_lse,
+        sinks=packed_sinks(sinks, q),
         cu_q=cu_q,
         cu_k=cu_k,
         max_q=max_q,
@@ -163,11 +167,16 @@ def check_packed_tensors(q: Any, k: Any, v: Any) -> None:
     check_tensors(q, k, v, 3, AXES)
     if q.dtype == E4M3:
         raise InvalidArgument(
-            f"q.dtype={q.dtype} is not served packed, for kernels bring 8-bit values into another order by one "
-            "length of all sequences; convert q, k and v to torch.bfloat16, multiplied by their factors"
+            f"q.dtype={q.dtype} is not served packed, for kernels bring 8-bit values into another order by "
+            "one length of all sequences; convert q, k and v to torch.bfloat16, multiplied by their factors"
         )
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     check_sizes((x.transpose(0, 1)[None].shape for x in (q, k, v)), f"{shapes} as {AXES}")
+
+
+def packed_sinks(given: Any, q: Tensor) -> Tensor | None:
+    """See `checks.as_sinks`; q is (tokens, heads, head_dim)."""
+    return as_sinks(given, q[None], "bshd")
 
 
 def _as_starts(name: str, given: Any, q: Tensor) -> Tensor:

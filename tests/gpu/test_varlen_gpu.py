@@ -106,6 +106,26 @@ def test_score_rules(family: str, config: str) -> None:
     check(inputs, spec, family, config)
 
 
+@pytest.mark.parametrize("family,config", ALL)
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & masks.sliding_window(99, 0)], ids=str)
+def test_sinks(mask: Mask, family: str, config: str) -> None:
+    skip_unless_served(family)
+    inputs, spec = packed(mask=mask)
+    logits = torch.linspace(-2.0, 5.0, 8, device=DEVICE, dtype=torch.bfloat16)
+    inputs, spec = replace(inputs, sinks=logits), replace(spec, sinks="bf16")
+    skip_unless_it_fits(family, config, spec)
+    check(inputs, spec, family, config)
+
+
+def test_a_call_with_sinks() -> None:
+    inputs, spec = packed()
+    logits = torch.linspace(-2.0, 5.0, 8, device=DEVICE)
+    out, lse = flashgen.attention_varlen(*arguments(inputs), mask=CAUSAL, sinks=logits, return_lse=True)
+    expected = Rig(replace(inputs, sinks=logits), replace(spec, sinks="fp32")).expected
+    verdict = expected.judge(inputs.bhsd(out[None]), lse[None])
+    assert verdict.ok, verdict.reason
+
+
 def neighbours_of_nan(inputs: Inputs, poison: float) -> tuple[Inputs, Tensor]:
     """With every second sequence of one value; and which rows are the others'."""
     assert inputs.packed is not None

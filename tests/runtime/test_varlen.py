@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashgen import api
 from flashgen.api import attention, attention_varlen
 from flashgen.build.arguments import FACTS, facts_code, flatten_packed
+from flashgen.build.reference import packed_reference
 from flashgen.codegen.abi import PACKED, environment_names
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.runtime import torch_path
@@ -114,6 +115,64 @@ def test_calls_without_anything(lengths: tuple[tuple[int, ...], tuple[int, ...]]
     out, lse = attention_varlen(q, k, v, cu_q, cu_k, 4, 4, return_lse=True)
     assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
     assert lse.shape == (4, q.shape[0])
+
+
+SINKS = torch.tensor([2.0, -1.0, -math.inf, 0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, masks.causal() & masks.sliding_window(3, 0)], ids=str)
+def test_sinks_are_those_of_every_sequence(mask: Mask | None, dtype: torch.dtype) -> None:
+    sinks = SINKS.to(dtype)
+    arguments = call()
+    out, lse = attention_varlen(*arguments, mask=mask, sinks=sinks, return_lse=True)
+    q, k, v, cu_q, cu_k, *_ = arguments
+    wanted, wanted_lse = packed_reference(
+        *(x.double() for x in (q, k, v)),
+        cu_q.tolist(),
+        cu_k.tolist(),
+        mask=mask,
+        sinks=sinks,
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[:, 5:8], sinks.float()[:, None].expand(-1, 3))
+    assert not torch.equal(out, attention_varlen(*arguments, mask=mask))
+
+
+def test_sinks_get_a_gradient() -> None:
+    arguments, sinks = call(), SINKS.clone()
+    sinks[2] = 0.0
+    arguments[Q].requires_grad_()
+    needing = sinks.requires_grad_()
+
+    def loss(logits: Tensor) -> Tensor:
+        return attention_varlen(*arguments, mask="causal", sinks=logits).square().sum()
+
+    (found,) = torch.autograd.grad(loss(needing), [needing])
+    for head in range(4):
+        step = torch.zeros(4)
+        step[head] = 1e-2
+        with torch.no_grad():
+            slope = (loss(sinks + step) - loss(sinks - step)) / 2e-2
+        torch.testing.assert_close(found[head], slope, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (torch.zeros(3), r"sinks has shape \(3,\); q has 4 heads, so \(4,\)"),
+        (torch.zeros(4, dtype=torch.float64), "sinks=a tensor of torch.float64"),
+        (1.0, "sinks=1.0 must be None or a float32"),
+        (torch.zeros(4, device="meta"), "sinks is on meta, q on cpu"),
+    ],
+)
+def test_sinks_that_are_refused(sinks: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        attention_varlen(*GOOD, sinks=sinks)
+    with pytest.raises(InvalidArgument, match=message):
+        dispatched(parts.make(), GOOD, sinks=sinks)
 
 
 def test_int64_places_and_lengths_that_are_no_int() -> None:
@@ -234,7 +293,7 @@ def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
 
 
 def dispatched(made: parts.Parts, arguments: list[Any], mask: Any = None, **named: Any) -> Any:
-    options = {"score_mod": None, "scale": None, "return_lse": False} | named
+    options = {"score_mod": None, "scale": None, "return_lse": False, "sinks": None} | named
     return made.dispatcher.attention_varlen(*arguments, mask, *options.values())
 
 
@@ -263,6 +322,18 @@ def test_a_call_launches_a_kernel_with_its_environment(case: str, return_lse: bo
     assert (work.batch, work.q_len, work.k_len, work.total_q, work.total_k) == (5, 17, 11, 25, 24)
 
 
+def test_a_call_with_sinks_has_a_kernel_of_its_own() -> None:
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments)
+    dispatched(made, arguments, sinks=SINKS)
+    dispatched(made, arguments, sinks=SINKS.bfloat16())
+    assert [kernel.request.workload.spec.sinks for kernel in made.loads.kernels] == ["", "fp32", "bf16"]
+    (env,) = made.loads.kernels[1].launches
+    values = dict(zip(environment_names(made.loads.kernels[1].request.workload.spec), env, strict=True))
+    assert (values["sinks"], values["sinks.stride.head"]) == (SINKS.data_ptr(), 1)
+
+
 def test_one_plan_serves_all_lengths_of_a_bucket() -> None:
     made = parts.make()
     for lengths in ((5, 0, 3, 0, 17), (8, 1, 2, 1, 13), (17, 2, 2, 2, 2)):
@@ -280,16 +351,17 @@ def test_a_dense_call_and_a_packed_one_have_plans_of_their_own() -> None:
     assert [kernel.request.workload.spec.addressing for kernel in made.loads.kernels] == ["varlen", "dense"]
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("mask", [masks.causal(), masks.sliding_window(100, 3)], ids=str)
-def test_warmup_has_the_key_that_calls_have(mask: Mask) -> None:
+def test_warmup_has_the_key_that_calls_have(mask: Mask, sinks: Tensor | None) -> None:
     made = parts.make()
     arguments = call(dtype=torch.bfloat16, dims=(64, 32))
-    checked = check_packed(*arguments, mask, None, None, True)
+    checked = check_packed(*arguments, mask, None, None, True, sinks)
     out = torch_path.empty_output(arguments[Q], "bshd", 32)
     env = flatten_packed(*arguments[:3], out, out, *arguments[3:5], 1.0, mask.values)
     made.dispatcher.warm(checked.workload(), FACTS[facts_code(env, 2)], -1)
     before = made.dispatcher.resolves
-    dispatched(made, arguments, mask, return_lse=True)
+    dispatched(made, arguments, mask, return_lse=True, sinks=sinks)
     assert made.dispatcher.resolves == before and made.loads.launched
 
 
@@ -389,7 +461,7 @@ def test_it_is_a_name_of_the_package() -> None:
 def test_explain_tells_of_packed_sequences() -> None:
     q, k, v, cu_q, cu_k, max_q, max_k = call()
     named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    told = str(api.explain(q, k, v, mask="causal", **named))
+    told = str(api.explain(q, k, v, mask="causal", sinks=SINKS, **named))
     assert "packed sequences 5" in told and "q_len 17 at most, 25 together" in told and "reference" in told
     needing = str(api.explain(q.clone().requires_grad_(), k, v, **named))
     assert "runs torch, one sequence after the other" in needing
@@ -494,6 +566,14 @@ def test_a_call_is_traced_without_a_graph_break(case: str, dims: tuple[int, int]
         return attention_varlen(*given, mask=mask, score_mod=mod, return_lse=True)
 
     compiled_and_eager(function, call(dims=dims), backend="aot_eager")
+    # The sinks, read anew: a graph that had kept them would not change with them.
+    sinks = SINKS.clone()
+    compiled = torch.compile(
+        lambda *given: attention_varlen(*given, mask=mask, sinks=sinks), fullgraph=True, backend="aot_eager"
+    )
+    for _ in range(2):
+        assert torch.equal(compiled(*call()), attention_varlen(*call(), mask=mask, sinks=sinks))
+        sinks += 1.0
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x for x in call()[:5]]
     compiled_and_eager(function, [*turned, 17, 11], backend="aot_eager")
     assert torch.equal(torch.compile(attention_varlen, fullgraph=True)(*call()), attention_varlen(*call()))
@@ -564,6 +644,7 @@ def operator_arguments() -> list[tuple[Any, ...]]:
         (*call(), [key_lengths], padding.text, padding.name, "", "", [], 0.2, True),
         (*call(dims=(32, 16)), [], rule.text, "w", cap.text, cap.name, [3.0, 0.0, 2.0], 0.2, False),
         (*turned, *call()[3:], [], "True", "full", "", "", [], 0.2, True),
+        (*call(), [], "True", "full", "", "", [], 0.2, True, SINKS),
         (*call((0, 0), (3, 4)), [], "True", "full", "", "", [], 0.2, True),
     ]
 
