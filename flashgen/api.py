@@ -221,14 +221,9 @@ def attention_varlen(
     arguments = (q, k, v, *places, mask, score_mod, scale, return_lse, sinks)
     if torch.compiler.is_compiling():
         return _packed_in_a_trace(*arguments)
-    if not all(type(each) in (Tensor, torch.nn.Parameter) for each in (q, k, v)) or _watched():
-        if not all(isinstance(each, Tensor) for each in (q, k, v)):
-            check_packed(*arguments)
-        with _naming_classes(q, k, v):
-            return _packed_in_a_trace(*arguments)
-    if _differentiated(q, k, v, Given(sinks=sinks), mask, score_mod):
-        return as_result(torch_path.attention(check_packed(*arguments)))
-    return _serve_packed(*arguments)
+    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
+        return _packed(*arguments)
+    return _unusual_packed(*arguments)
 
 
 def sdpa(
@@ -427,16 +422,38 @@ def _unusual(
         return op.traced(_OPERATOR, *arguments)
 
 
-def _packed_in_a_trace(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> Any:
-    """`attention_varlen` as an operator, which alone lets a trace vary where sequences begin."""
+def _packed(*arguments: Any) -> Any:
+    """A call of packed sequences."""
+    if _packed_differentiated(*arguments):
+        return as_result(torch_path.attention(check_packed(*arguments)))
+    return _serve_packed(*arguments)
+
+
+def _unusual_packed(*arguments: Any) -> Any:
+    """As `_unusual`."""
+    tensors = arguments[:3]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        check_packed(*arguments)
+    with _naming_classes(*tensors):
+        if all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors) and not _watched():
+            return _packed(*arguments)
+        return _packed_in_a_trace(*arguments)
+
+
+def _packed_differentiated(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> bool:
     *_, mask, score_mod, _, _, sinks = sizes_and_rules
-    if _differentiated(q, k, v, Given(sinks=sinks), mask, score_mod):
+    return _differentiated(q, k, v, None if sinks is None else Given(sinks=sinks), mask, score_mod)
+
+
+def _packed_in_a_trace(*arguments: Any) -> Any:
+    """A call as an operator, which alone lets a trace vary where sequences begin."""
+    if _packed_differentiated(*arguments):
         raise InvalidArgument(
             "an attention_varlen that needs a gradient is in no graph, for torch's operations ask where "
             "sequences begin; call it under torch.no_grad(), outside of the trace, or compile without "
             "fullgraph=True, which goes on without a graph here"
         )
-    return op.traced_packed(_OPERATOR_PACKED, q, k, v, *sizes_and_rules)
+    return op.traced_packed(_OPERATOR_PACKED, *arguments)
 
 
 @contextmanager

@@ -180,6 +180,8 @@ def test_int64_places_and_lengths_that_are_no_int() -> None:
     expected = attention_varlen(*arguments)
     wide = [*arguments[:3], arguments[3].long(), arguments[4].long(), torch.tensor(17), 4000]
     assert torch.equal(attention_varlen(*wide), expected)
+    with torch.no_grad():
+        assert torch.equal(attention_varlen(torch.nn.Parameter(wide[Q]), *wide[1:]), expected)
 
 
 @pytest.mark.parametrize("case", CASES)
