@@ -52,6 +52,8 @@ SHAPE = (
     "k_len",
 )
 """The columns that say what was computed."""
+TOTALS = ("total_q", "total_k")
+"""Those of packed sequences besides: all their tokens; `q_len` and `k_len` are of the longest."""
 
 
 @click.command()
@@ -107,6 +109,7 @@ def bench(
     Examples:
       flashgen bench --suite llama3-8b --out benchmarks/nvidia-h200/slice.json
       flashgen bench --head-dim 64 --seq 4096 --mask causal --impls flashgen,cudnn,fa2 --passes 5
+      flashgen bench --varlen 32768 --seq 4096 --mask causal
     """
     from flashgen.build.device import live_target
     from flashgen.store.files import replaceable
@@ -115,8 +118,6 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
-    if any(workload.spec.packed for workload in workloads):
-        raise InvalidArgument("bench has no peers for packed sequences yet: leave out --varlen")
     if out and (why := unwritable(Path(out).absolute().parent)):  # before minutes of measuring
         raise InvalidArgument(f"--out {out}: {why}; give another file")
     try:
@@ -230,6 +231,7 @@ def shape_of(workload: Workload) -> dict[str, Any]:
         "kv_heads": workload.kv_heads,
         "q_len": workload.q_len,
         "k_len": workload.k_len,
+        **({name: getattr(workload, name) for name in TOTALS} if spec.packed else {}),
     }
 
 
@@ -343,13 +345,22 @@ def _widened(inputs: Inputs) -> Inputs:
 def _ours(inputs: Inputs) -> tuple[Launch, str]:
     """FlashGen as a user calls it, and the family of the kernel that answers; `torch` where none does."""
     from flashgen import api
+    from flashgen.measure.peers import Packed
 
     q, k, v = inputs.q, inputs.k, inputs.v
-    options: dict[str, Any] = {
+    rules: dict[str, Any] = {
         "mask": inputs.mask,
         "score_mod": inputs.score_mod,
         "sinks": inputs.sinks,
         "scale": inputs.scale,
+    }
+    if inputs.packed is not None:
+        q, k, v = q[0], k[0], v[0]
+        places = Packed.of(inputs.packed).arguments()
+        family = api.explain(q, k, v, **places, **rules).family
+        return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), family
+    options: dict[str, Any] = {
+        **rules,
         "layout": inputs.layout,
         **({} if inputs.quantized is None else inputs.quantized.arguments()),
     }
@@ -437,7 +448,7 @@ def _merged_header(
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What was computed."""
-    return tuple(row[name] for name in SHAPE)
+    return (*(row[name] for name in SHAPE), *(row.get(name) for name in TOTALS))
 
 
 def _merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -97,6 +97,21 @@ def test_ours_takes_the_sinks_and_peers_say_that_they_do_not() -> None:
     assert left_out == {"fa2": "peers are compared without sinks"}
 
 
+def test_packed_sequences_have_rows_of_their_own() -> None:
+    """Their tokens are part of what was computed, and rows from before packed sequences are still read."""
+    few, many = (
+        replace(SMALL, spec=replace(SMALL.spec, addressing="varlen"), batch=3, total_q=total, total_k=total)
+        for total in (150, 300)
+    )
+    assert tuple(bench.shape_of(few)) == (*bench.SHAPE, *bench.TOTALS)
+    assert bench.identity(bench.shape_of(few)) != bench.identity(bench.shape_of(many))
+    assert bench.identity(bench.shape_of(SMALL))[len(bench.SHAPE) :] == (None, None)
+    launches, families, errors, left_out = bench.ready(few, "cpu", ["flashgen", "cudnn", "fa4"])
+    assert list(launches) == ["flashgen"] and families == {"flashgen": "torch"}
+    assert launches["flashgen"]().shape == (1, 4, 150, 64) and 0 < errors["flashgen"] < 0.02
+    assert "takes no packed sequences" in left_out["cudnn"] and "not installed" in left_out["fa4"]
+
+
 class WallClock:
     """Times calls on the CPU."""
 

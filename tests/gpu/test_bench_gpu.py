@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from flashgen.cli.bench import SHAPE
+from flashgen.cli.bench import SHAPE, TOTALS
 from flashgen.cli.main import main
 
 MEASURED = ("impl", "family", "run", "ms_median", "ms_min", "ms_max", "passes", "tflops", "max_error")
@@ -41,6 +41,25 @@ def test_rows_of_one_shape(tmp_path: Path) -> None:
         assert set(row) == {*SHAPE, *MEASURED}
         assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
         assert row["passes"] == 3 and row["tflops"] > 1 and row["max_error"] < 0.02
+
+
+def test_rows_of_packed_sequences(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    sizes = ["--head-dim", "64", "--heads", "8", "--kv-heads", "2", "--seq", "1024", "--varlen", "5000"]
+    words = ["bench", *sizes, "--mask", "causal", "--mask", "sliding_window(200, 0)", "--mask", "full"]
+    done = CliRunner().invoke(main, [*words, "--out", str(out), "--json"], prog_name="flashgen")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    left_out = json.loads(done.stdout)["left_out"]
+    for mask in ("causal", "sliding_window(200, 0)", "full"):
+        impls = {row["impl"]: row for row in rows if row["mask"] == mask}
+        assert {"flashgen", "fa2", "flex"} <= set(impls), left_out
+        assert impls["flashgen"]["family"].startswith("attention_fwd")
+    for row in rows:
+        assert set(row) == {*SHAPE, *TOTALS, *MEASURED}
+        assert row["total_q"] == row["total_k"] == 5000 and row["batch"] == 10
+        assert row["tflops"] > 1 and row["max_error"] < 0.02
+    assert all("takes no packed sequences" in each["cudnn"] for each in left_out)
 
 
 def test_a_shape_that_does_not_fit_costs_only_its_rows(tmp_path: Path) -> None:

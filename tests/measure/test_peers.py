@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from flashgen.build.inputs import make_inputs
-from flashgen.build.reference import attention_reference, evaluate_rule
+from flashgen.build.inputs import Inputs, make_inputs, starts
+from flashgen.build.reference import attention_reference, evaluate_rule, packed_reference
 from flashgen.errors import Unsupported
-from flashgen.measure.peers import PEERS, WINDOWS, Problem, build_peer
+from flashgen.measure.peers import PEERS, WINDOWS, Packed, Problem, build_peer, packed_mask_mod
 from flashgen.spec import masks
-from flashgen.tune.suites import workloads_from_args
+from flashgen.tune.suites import packed, workloads_from_args
 
 MASKS = [
     masks.full(),
@@ -86,6 +92,165 @@ def test_a_peer_says_why_it_has_no_row(name: str, options: dict[str, object], re
     (workload,) = workloads_from_args(**(sizes | options))  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match=reason):
         build_peer(name, make_inputs(workload, "cpu"))
+
+
+# Packed sequences
+
+
+LENGTHS = torch.tensor([6, 1, 0, 9, 3]), torch.tensor([9, 4, 3, 9, 0])
+
+
+def packed_inputs(mask: masks.Mask, score_mod: str | None = None, dtype: str = "fp32") -> Inputs:
+    """Of these lengths, more keys than queries, fewer, and none."""
+    (one,) = workloads_from_args(
+        head_dim=16, heads=4, kv_heads=2, seq=9, mask=mask, score_mod=score_mod, dtype=dtype, batch=5
+    )
+    workload = replace(packed(one, 19), total_k=25)
+    made = make_inputs(workload, "cpu")
+    return replace(made, packed=tuple(map(starts, LENGTHS)))  # type: ignore[arg-type]  # a pair
+
+
+def reference(inputs: Inputs) -> torch.Tensor:
+    """(1, heads, tokens, head_dim)."""
+    assert inputs.packed is not None
+    out, _ = packed_reference(
+        *(each[0] for each in (inputs.q, inputs.k, inputs.v)),
+        *(each.tolist() for each in inputs.packed),
+        mask=inputs.mask,
+        score_mod=inputs.score_mod,
+        scale=inputs.scale,
+    )
+    return out.transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.describe())
+def test_the_document_mask_of_packed_sequences_is_ours(mask: masks.Mask) -> None:
+    keep = packed_mask_mod(Problem.of(packed_inputs(mask)))
+    zero = torch.tensor(0)
+    seen = keep(zero, zero, torch.arange(19).view(-1, 1), torch.arange(25))
+    wanted = torch.zeros(19, 25, dtype=torch.bool)
+    row = key = 0
+    for q_len, k_len in zip(*(each.tolist() for each in LENGTHS), strict=True):
+        env = {"q_idx": torch.arange(q_len).view(-1, 1), "k_idx": torch.arange(k_len)}
+        kept = torch.as_tensor(evaluate_rule(mask, env | {"q_len": q_len, "k_len": k_len}))
+        wanted[row : row + q_len, key : key + k_len] = kept
+        row, key = row + q_len, key + k_len
+    assert torch.equal(seen, wanted)
+
+
+@pytest.mark.parametrize("score_mod", [None, "softcap(1.0)"], ids=str)
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal() & masks.sliding_window(3, 2)], ids=str)
+def test_flex_attention_gives_the_reference_of_packed_sequences(
+    mask: masks.Mask, score_mod: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its operations without a kernel
+    inputs = packed_inputs(mask, score_mod)
+    torch.testing.assert_close(build_peer("flex", inputs)(), reference(inputs))
+
+
+def by_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    window: tuple[int | None, int | None],
+    scale: float,
+) -> torch.Tensor:
+    """What FlashAttention's functions of packed tensors document, on the CPU."""
+    assert longest == (9, 9) and cu_q.dtype == cu_k.dtype == torch.int32
+    outs = []
+    for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
+        rows = torch.arange(b - a).view(-1, 1) + (d - c) - (b - a)
+        keys = torch.arange(d - c)
+        left, right = (10**6 if side is None else side for side in window)
+        seen = (rows - keys <= left) & (keys - rows <= right)
+        own = q[a:b], k[c:d].repeat_interleave(2, 1), v[c:d].repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", own[0], own[1]) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, own[2]))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.describe())
+@pytest.mark.parametrize("needs_word", [False, True])
+def test_torchs_varlen_is_asked_for_the_same(
+    mask: masks.Mask, needs_word: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.nn.attention.varlen as varlen
+
+    def same(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        window = (None if side == -1 else side for side in window_size)
+        return by_window(q, k, v, cu_q, cu_k, (max_q, max_k), tuple(window), scale)  # type: ignore[arg-type]
+
+    def newer(*tensors: Any, scale: float, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
+        assert enable_gqa
+        return same(*tensors, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer if needs_word else same)
+    inputs = packed_inputs(mask)
+    torch.testing.assert_close(build_peer("fa2", inputs)(), reference(inputs))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.describe())
+def test_flash_attention_4_is_asked_for_the_same(mask: masks.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool = False,
+        window_size: Any = (None, None),
+    ) -> tuple[torch.Tensor, None]:
+        assert not (causal and window_size != (None, None))
+        longest, window = (max_seqlen_q, max_seqlen_k), (None, 0) if causal else window_size
+        return by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, window, softmax_scale), None
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flash_attn"].cute = module  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
+    inputs = packed_inputs(mask)
+    torch.testing.assert_close(build_peer("fa4", inputs)(), reference(inputs))
+
+
+def test_a_single_query_of_each_sequence_has_no_causal_window() -> None:
+    inputs = packed_inputs(masks.causal())
+    one = starts(torch.ones(5, dtype=torch.int64)), starts(LENGTHS[1])
+    decoding = replace(inputs, q=inputs.q[:, :5], packed=one)
+    problem = Problem.of(decoding)
+    assert problem.window == (None, None)
+    assert problem.packed is not None and problem.packed == Packed(*one, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "score_mod", "reason"),
+    [("cudnn", None, "takes no packed sequences"), ("fa2", "softcap(1.0)", "varlen_attn has no softcap")],
+)
+def test_a_peer_says_why_it_has_no_row_of_packed_sequences(
+    name: str, score_mod: str | None, reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        build_peer(name, packed_inputs(masks.causal(), score_mod))
 
 
 def test_the_table_has_a_title_for_each() -> None:
