@@ -13,7 +13,7 @@ interval arithmetic as `classify`, in symbols. A kernel walks the lists that are
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, TypeAlias
@@ -129,7 +129,12 @@ class Lists:
     """What of the operands has to be read for these two."""
 
     def of_tile(
-        self, env: Mapping[str, Any], rows: tuple[int, int], block: int, length: int
+        self,
+        env: Mapping[str, Any],
+        rows: tuple[int, int],
+        block: int,
+        length: int,
+        read: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[int]]:
         """The blocks of keys that hold PARTIAL and FULL tiles of some rows; generated kernels do the same.
 
@@ -141,20 +146,27 @@ class Lists:
             rows: first and last `q_idx`, both included.
             block: keys of a block.
             length: keys of the sequence.
+            read: `of_keys` of the same, where many tiles are asked for.
         """
         first, last = rows
+        read = self.of_keys(env, block, length) if read is None else read
         tile = {**env, "first": first, "last": last, "q_first": first, "q_last": last}
         ((lo, _, _, hi),) = resolve((self.within,), tile, block, length)
         tile |= self._gathered("q", first, last, env)
         partial, full = [], []
         for start in range(lo, hi, block):
             end = min(start + block, length) - 1
-            found = {**tile, "k_first": start, "k_last": end, **self._gathered("k", start, end, env)}
+            found = {**tile, "k_first": start, "k_last": end, **read[start]}
             if start + block <= length and ex.evaluate(self.every, found):
                 full.append(start // block)
             elif ex.evaluate(self.some, found):
                 partial.append(start // block)
         return partial if partial or full else [0], full
+
+    def of_keys(self, env: Mapping[str, Any], block: int, length: int) -> dict[int, dict[str, Any]]:
+        """What is gathered of each block of keys, by its first key."""
+        starts = range(0, length, block)
+        return {start: self._gathered("k", start, min(start + block, length) - 1, env) for start in starts}
 
     def _gathered(self, side: str, first: int, last: int, env: Mapping[str, Any]) -> dict[str, Any]:
         ends: dict[str, Any] = {}
@@ -250,6 +262,35 @@ def resolve(
         full_hi = min(max(full_hi, full_lo), hi)
         disjoint.append((lo, full_lo, full_hi, hi))
     return tuple(disjoint)
+
+
+def visited(
+    rule: Rule, env: Mapping[str, Any], block_m: int, block_n: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The blocks of keys that a kernel visits for each block of queries: the numbers of those to which it
+    applies the element mask, and of those kept whole, both ascending.
+
+    Args:
+        rule: a mask.
+        env: numbers for q_len, k_len, batch, head, kv_head and the parameters, tables for operands.
+        block_m: queries of a block, the last one may have fewer.
+        block_n: keys of a block.
+    """
+    q_len, k_len = env["q_len"], env["k_len"]
+    listed, solved = lists(rule), ranges(rule, "k")
+    read = {} if listed is None else listed.of_keys(env, block_n, k_len)
+    for first in range(0, q_len, block_m):
+        last = min(first + block_m, q_len) - 1
+        if listed is not None:
+            yield listed.of_tile(env, (first, last), block_n, k_len, read)
+            continue
+        partial: list[int] = []
+        full: list[int] = []
+        for parts in resolve(solved, {**env, "first": first, "last": last}, block_n, k_len):
+            lo, full_lo, full_hi, hi = (each // block_n for each in parts)
+            partial += [*range(lo, full_lo), *range(full_hi, hi)]
+            full += range(full_lo, full_hi)
+        yield partial, full
 
 
 # Solving

@@ -17,7 +17,7 @@ from flashgen.spec import tiles
 from flashgen.spec.masks import MASKS, Mask, parse_mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.spans import SPANS
-from flashgen.spec.tiles import TileClass, classify, lists, ranges, resolve
+from flashgen.spec.tiles import TileClass, classify, lists, ranges, resolve, visited
 
 BATCH, HEADS = 2, 2
 MAX_LEN = 40
@@ -96,9 +96,9 @@ def documents(rng: random.Random, length: int) -> list[list[int]]:
 class Case:
     """A mask with random sizes and operands, and every pair it keeps."""
 
-    def __init__(self, mask: Mask, rng: random.Random) -> None:
+    def __init__(self, mask: Mask, rng: random.Random, sizes: tuple[int, int] | None = None) -> None:
         self.mask = mask
-        self.q_len, self.k_len = (rng.choice((1, rng.randint(1, MAX_LEN))) for _ in "qk")
+        self.q_len, self.k_len = sizes or (rng.choice((1, rng.randint(1, MAX_LEN))) for _ in "qk")
         longest = max(self.q_len, self.k_len)
         invented = {
             "key_lengths": lambda: [rng.randint(0, self.k_len) for _ in range(BATCH)],
@@ -116,12 +116,16 @@ class Case:
         self.env |= {name: value for (name, _), value in zip(mask.rule.params, mask.values, strict=True)}
         for operand in mask.rule.operands:
             self.env[operand.name] = invented[operand.name.rstrip("_0123456789")]()
+        self.see()
+
+    def see(self) -> None:
+        """Evaluates the mask of all pairs."""
         on_tensors = {
             name: torch.tensor(value) if isinstance(value, list) else value
             for name, value in self.env.items()
         }
         on_tensors |= {"q_idx": torch.arange(self.q_len)[:, None], "k_idx": torch.arange(self.k_len)}
-        keep = torch.as_tensor(ex.evaluate(mask.rule.expr, on_tensors, TORCH_FUNCTIONS))
+        keep = torch.as_tensor(ex.evaluate(self.mask.rule.expr, on_tensors, TORCH_FUNCTIONS))
         self.keep = keep.expand(self.q_len, self.k_len)
 
     def __str__(self) -> str:
@@ -191,6 +195,23 @@ class Case:
                 if verdict is TileClass.FULL and pairs.shape[1] == block_k:
                     assert block in full, f"{block=} is full: {told}"
 
+    def check_visited(self, block_q: int, block_k: int, exact: bool) -> None:
+        """Against every pair: no tile that keeps some is left out, and none is called full that is not; of
+        what is `exact`, no other tile is visited and every full one is known.
+        """
+        tiles = list(visited(self.mask.rule, self.env, block_q, block_k))
+        assert len(tiles) == -(-self.q_len // block_q)
+        for row, (partial, full) in enumerate(tiles):
+            told = f"{self}, {block_q=} {block_k=} {row=}: {partial=} {full=}"
+            rows = self.keep[row * block_q : (row + 1) * block_q]
+            blocks = list(enumerate(rows.split(block_k, dim=1)))
+            kept = {block for block, pairs in blocks if pairs.any()}
+            whole = {block for block, pairs in blocks if pairs.all() and pairs.shape[1] == block_k}
+            assert not set(partial) & set(full) and kept <= {*partial, *full} and set(full) <= whole, told
+            assert len(partial) == len(set(partial)) and len(full) == len(set(full)), told
+            if exact:
+                assert {*partial, *full} == kept and set(full) == whole, told
+
     def check_classes(self, block_q: int, block_k: int, exact: bool) -> None:
         for q in range(0, self.q_len, block_q):
             for k in range(0, self.k_len, block_k):
@@ -211,6 +232,7 @@ def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool 
     case.check_ranges("q", block_k, block_q, slack)
     case.check_classes(block_q, block_k, exact)
     case.check_lists(block_q, block_k)
+    case.check_visited(block_q, block_k, exact=False)
 
 
 SIMPLE = ["full", "~full", "causal", "~causal", "causal('top_left')", "key_padding", "~key_padding"]
@@ -237,6 +259,31 @@ def test_every_mask_of_the_table(name):
                 # so may a tile of which one alternative keeps some pairs and another the rest.
                 solved = all(found.has_full for found in ranges(each.rule, "k"))
                 check(each, rng, exact=solved and not set("%|") & set(mask.rule.text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "full",
+        "causal",
+        "sliding_window(9, 2)",
+        "causal & sliding_window(12, 0)",
+        "document",
+        "causal & document",
+        "prefix_lm",
+        "neighborhood((8, 8), (3, 3))",
+    ],
+)
+def test_tiles_are_counted_as_the_pairs_say(text):
+    """What a benchmark counts: of few queries and of equal lengths, with sorted documents."""
+    rng = random.Random(6)
+    for q_len, k_len in ((64, 64), (50, 50), (3, 64)):
+        case = Case(parse_mask(text), rng, (q_len, k_len))
+        if "doc_ids" in case.env:
+            case.env["doc_ids"] = [sorted(rng.randrange(5) for _ in range(k_len)) for _ in range(BATCH)]
+        case.see()
+        if "neighborhood" not in text or k_len == 64:  # or there is no whole grid
+            case.check_visited(4, 8, exact=True)
 
 
 @pytest.mark.parametrize("text", RULES)
