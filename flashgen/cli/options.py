@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -61,6 +61,7 @@ class Selection:
     k_len: int | None = None
     varlen: int | None = None
     mask: tuple[str, ...] = ()
+    documents: int | None = None
     score: str | None = None
     dtype: str | None = None
 
@@ -122,7 +123,10 @@ class Selection:
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
         lengths = self.seq or (only_keys if self.q_len is None else self.q_len,)
         return tuple(
-            workload if self.varlen is None else packed(workload, self.varlen)
+            replace(
+                workload if self.varlen is None else packed(workload, self.varlen),
+                documents=self.documents or 0,
+            )
             for length in lengths
             for workload in workloads_from_args(
                 head_dim=128 if self.head_dim is None else self.head_dim,
@@ -181,6 +185,12 @@ _WORKLOAD_OPTIONS = (
         multiple=True,
         help=f"{_listed(masks.MASKS)}, joined by &, |, ~: 'causal & sliding_window(1023, 0)'; repeatable.  "
         "[default: full]",
+    ),
+    click.option(
+        "--documents",
+        type=int,
+        help="Documents of each sequence under a document mask, cut at random.  "
+        "[default: lengths from a 16th to a quarter of the keys]",
     ),
     click.option("--score", metavar="RULE", help=f"{_listed(score_mods.SCORE_MODS)}: 'softcap(30.0)'."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the inputs.  [default: bf16]"),
