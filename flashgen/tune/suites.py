@@ -120,9 +120,7 @@ class Various:
 
     def workloads(self) -> tuple[Workload, ...]:
         """All of them."""
-        return tuple(
-            workload for heads, sequences in self.rows for workload in heads.workloads(sequences)
-        )
+        return tuple(workload for heads, sequences in self.rows for workload in heads.workloads(sequences))
 
 
 _BOTH = (causal(), full())
@@ -130,8 +128,8 @@ _DOCUMENTS = (causal() & document(), document())
 
 
 def _masks(head_dim: int) -> tuple[tuple[Heads, tuple[int, ...]], ...]:
-    """The masks and score rules that people use, at one head dim. Each head has keys of its own where no model
-    is named: Gemma 2 27B has 32 heads and 16 kv heads, GPT-OSS 64 and 8.
+    """The masks and score rules that people use, at one head dim. Each head has keys of its own where no
+    model is named: Gemma 2 27B has 32 heads and 16 kv heads, GPT-OSS 64 and 8.
     """
     own = 2048 // head_dim
     others = (*_DOCUMENTS, prefix_lm(), neighborhood((128, 128), (13, 13)))
@@ -182,8 +180,8 @@ SUITES: Mapping[str, Suite | FewQueries | Various] = {
             (Heads(dim, 2048 // dim, 2048 // dim, masks=_DOCUMENTS, documents=(4, 8, 16, 32)), (16384,))
             for dim in (64, 128)
         ),
-        "documents of 16,384 tokens, 4 to 32 of them, causal and not: to compare, for no call knows how many it "
-        "has, and what `masks` tunes serves them all",
+        "4 to 32 documents of 16,384 tokens, causal and not: to compare, for no call knows how many it has, "
+        "and what `masks` tunes serves them all",
     ),
     "head-dims": Various(
         tuple(
