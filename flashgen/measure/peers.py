@@ -388,7 +388,7 @@ def _flex(keep_of: Callable[[Problem], Keep | None]) -> Callable[[Problem], Laun
             left: Tensor = (out * share[..., None]).to(out.dtype)
             return left
 
-        attend: Callable[..., Any] = flex_attention if sinks is None else with_sinks
+        attend: Any = flex_attention if sinks is None else with_sinks
         compiled = torch.compile(attend, dynamic=False, fullgraph=True)
         return lambda: compiled(q, k, v, **options)
 
