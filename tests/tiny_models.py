@@ -36,15 +36,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 2.0,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
 }
-"""Gemma 2 has every other layer windowed, and caps its scores."""
+"""Gemma 2 has every other layer windowed, and caps its scores; GPT-OSS has it too, and sinks. It takes
+both experts of each layer: a choice of one would turn rounding into another model."""
 
 
 def make_model(name: str, **changes: Any) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**(SIZES | options | changes))
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".sinks"):  # drawn near 0: these take a tenth of a row's weight, or most
+                parameter.copy_(torch.linspace(0.0, 4.0, parameter.numel()))
+    return model
 
 
 def batch(side: str, length: int = 14) -> tuple[Tensor, Tensor]:

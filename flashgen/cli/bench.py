@@ -348,7 +348,7 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
     from flashgen.measure.peers import Packed
 
     q, k, v = inputs.q, inputs.k, inputs.v
-    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
+    rules: dict[str, Any] = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
     if inputs.packed is not None:
         q, k, v = q[0], k[0], v[0]
         places = Packed.of(inputs.packed).arguments()
@@ -356,6 +356,7 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
         return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), family
     options: dict[str, Any] = {
         **rules,
+        "sinks": inputs.sinks,
         "layout": inputs.layout,
         **({} if inputs.quantized is None else inputs.quantized.arguments()),
     }

@@ -13,7 +13,7 @@ import click
 from flashgen.errors import InvalidArgument, NoGPU, StoreError
 from flashgen.settings import SETTINGS
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import DTYPES, MAX_INDEX, Workload
+from flashgen.spec.attention import DTYPES, MAX_INDEX, SINK_DTYPES, Workload
 from flashgen.spec.form import brief
 from flashgen.spec.target import TARGETS, Target, find_target
 from flashgen.tune.suites import (
@@ -63,6 +63,7 @@ class Selection:
     mask: tuple[str, ...] = ()
     documents: int | None = None
     score: str | None = None
+    sinks: str | None = None
     dtype: str | None = None
 
     def __bool__(self) -> bool:
@@ -136,6 +137,7 @@ class Selection:
                 k_len=self.k_len,
                 mask=self.mask or "full",
                 score_mod=self.score,
+                sinks=self.sinks or "",
                 dtype=self.dtype or "bf16",
                 batch=self._batch(max(length, self.k_len or 1, 1), length),
                 head_dim_v=self.head_dim_v,
@@ -193,6 +195,14 @@ _WORKLOAD_OPTIONS = (
         "[default: lengths from a 16th to a quarter of the keys]",
     ),
     click.option("--score", metavar="RULE", help=f"{_listed(score_mods.SCORE_MODS)}: 'softcap(30.0)'."),
+    click.option(
+        "--sinks",
+        type=click.Choice(SINK_DTYPES),
+        is_flag=False,
+        flag_value=SINK_DTYPES[0],
+        help="A logit for each query head, one more score of its rows without a value; its dtype, "
+        f"{SINK_DTYPES[0]} where none is named.  [default: none]",
+    ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the inputs.  [default: bf16]"),
 )
 

@@ -23,7 +23,7 @@ from flashgen.api import attention
 from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import Call
+from flashgen.runtime.checks import Call, as_sinks
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.spec.masks import UNLIMITED, Mask
@@ -71,8 +71,7 @@ for the mask was settled when the mask was made."""
 UNSERVED = {
     "output_attentions": "the weights of attention are never written out",
     "position_bias": "an additive bias is not served yet",
-    "s_aux": "attention sinks are not served yet",
-    "sinks": "attention sinks are not served yet",
+    "sinks": "sinks that each query has of its own are not served",
     "indices": "a choice of keys for each query is not served yet",
     "block_indices": "a choice of blocks for each query is not served yet",
     "head_mask": "heads cannot be switched off",
@@ -306,6 +305,7 @@ def attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer.
@@ -315,6 +315,7 @@ def attention_forward(
         key, value: (batch, kv_heads, k_len, head_dim), not repeated.
         attention_mask: what `make_mask` made, a model's own 4-dimensional tensor, or None.
         is_causal, sliding_window: what the layer sees where there is no mask.
+        s_aux: (heads,) the sinks of GPT-OSS and its kind, a logit for each query head.
 
     Returns:
         (batch, q_len, heads, head_dim_v), contiguous, and None for the weights.
@@ -338,10 +339,10 @@ def attention_forward(
     if keep is None and (dropout or not _served(query, value)):
         keep = _as_tensor(mask, query, key)
     if keep is not None:
-        out = _by_torch(query, key, value, keep, dropout, scaling, softcap)
+        out = _by_torch(query, key, value, keep, dropout, scaling, softcap, s_aux)
     else:
         score_mod = score_mods.softcap(softcap) if softcap else None
-        out = attention(query, key, value, mask=mask, score_mod=score_mod, scale=scaling)
+        out = attention(query, key, value, mask=mask, score_mod=score_mod, sinks=s_aux, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -421,25 +422,30 @@ def _by_torch(
     dropout: float,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """torch's attention with a mask tensor, for masks and options that no kernel takes."""
-    if not softcap:
+    if not softcap and sinks is None:
         if keep.dtype not in (torch.bool, query.dtype):
             keep = keep.to(query.dtype)
         return F.scaled_dot_product_attention(
             query, key, value, keep, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
     if dropout:
+        given = f"softcap={softcap}" if softcap else "s_aux (sinks)"
         raise InvalidArgument(
-            f"softcap={softcap} together with dropout={dropout} is not served; load the model with "
+            f"{given} together with dropout={dropout} is not served; load the model with "
             "attn_implementation='eager'"
         )
-    mask, cap = masks.full(), score_mods.softcap(softcap)
+    mask, mods = masks.full(), [score_mods.softcap(softcap)] if softcap else []
     shape = (*query.shape[:3], key.shape[2])
     if keep.dtype == torch.bool:
         mask = Mask(_KEPT, (), (keep.expand(shape),))
     else:
-        cap = cap.then(ScoreMod(_ADDED, (), (keep.float().expand(shape),)))
+        mods.append(ScoreMod(_ADDED, (), (keep.float().expand(shape),)))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    out, _ = torch_path.attention(Call(query, key, value, mask, cap, scale, "bhsd", False))
+    score_mod = score_mods.compose(mods)
+    sinks = as_sinks(sinks, query, "bhsd")
+    call = Call(query, key, value, mask, score_mod, scale, "bhsd", False, sinks=sinks)
+    out, _ = torch_path.attention(call)
     return out

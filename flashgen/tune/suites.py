@@ -252,6 +252,7 @@ def workloads_from_args(
     dtype: str = "bf16",
     batch: int | None = None,
     head_dim_v: int | None = None,
+    sinks: str = "",
 ) -> tuple[Workload, ...]:
     """Workloads from explicit sizes: one for each combination of the arguments that are sequences.
 
@@ -260,6 +261,7 @@ def workloads_from_args(
         seq: query length; also the key length unless `k_len` is given.
         mask, score_mod: as `spec.masks.parse_mask` and `spec.score_mods.parse_score_mod` read them.
         batch: by default 16384 / seq, at least 1.
+        sinks: as of `AttentionSpec`.
 
     Raises:
         InvalidArgument: a size, name or dtype that is not served; it is named.
@@ -281,6 +283,7 @@ def workloads_from_args(
             batch=max(1, TOKENS // length) if batch is None else batch,
             head_dim_v=head_dim_v,
             score_mod=rule,
+            sinks=sinks,
         )
         for dim, each, length in itertools.product(_several(head_dim), parsed, _several(seq))
     )
@@ -291,8 +294,13 @@ def packed(workload: Workload, tokens: int) -> Workload:
     length for all are the longest ones.
 
     Raises:
-        InvalidArgument: sequences of that length do not hold so many.
+        InvalidArgument: sequences of that length do not hold so many, or there are sinks.
     """
+    if workload.spec.sinks:
+        raise InvalidArgument(
+            f"sinks={workload.spec.sinks} of packed sequences are not served, attention_varlen takes none; "
+            "leave one of them out"
+        )
     keys = tokens if workload.q_len == workload.k_len else -(-tokens * workload.k_len // workload.q_len)
     spec = replace(workload.spec, addressing="varlen")
     return replace(workload, spec=spec, total_q=tokens, total_k=keys)
@@ -373,7 +381,6 @@ NOT_UNDERSTOOD: Mapping[str, tuple[Any, ...]] = {
 
 MODELS_NOT_UNDERSTOOD: Mapping[str, str] = {
     "bloom": "adds ALiBi to its scores",
-    "gpt_oss": "has attention sinks",
     **dict.fromkeys(
         ("albert", "bert", "distilbert", "electra", "roberta", "xlm-roberta"), "is no causal model"
     ),
@@ -382,6 +389,9 @@ MODELS_NOT_UNDERSTOOD: Mapping[str, str] = {
 
 NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
 """Where a text model stands inside a multimodal one."""
+
+_WITH_SINKS = ("gpt_oss",)
+"""Models that have a logit for each head beside its scores, of the model's own dtype."""
 
 _ONE_KV_HEAD = ("falcon", "gpt_bigcode")
 """Models that have one where their config does not say."""
@@ -498,14 +508,16 @@ def _heads_of(config: _Config) -> Heads:
     _check_understood(config)
     heads = config.number("heads")
     head_dim, head_dim_v = _dims_of(config, heads)
+    dtype = _dtype_of(config)
     return Heads(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         heads=heads,
         kv_heads=_kv_heads_of(config, heads),
-        dtype=_dtype_of(config),
+        dtype=dtype,
         masks=_masks_of(config),
         score_mod=_cap_of(config),
+        sinks=dtype if config.values.get("model_type") in _WITH_SINKS else "",
     )
 
 

@@ -103,6 +103,13 @@ def test_packed_sequences_have_rows_of_their_own() -> None:
     assert "takes no packed sequences" in left_out["cudnn"] and "not installed" in left_out["fa4"]
 
 
+def test_ours_takes_the_sinks_and_peers_without_any_say_so() -> None:
+    sunk = replace(SMALL, spec=replace(SMALL.spec, sinks="bf16"))
+    launches, _, errors, left_out = bench.ready(sunk, "cpu", ["flashgen", "fa2"])
+    assert list(launches) == ["flashgen"] and 0 < errors["flashgen"] < 0.02
+    assert left_out == {"fa2": "FlashAttention-2 in torch has no sinks"}
+
+
 class WallClock:
     """Times calls on the CPU."""
 

@@ -89,6 +89,21 @@ def test_gpu_takes_an_index_or_none(words: list[str], index: int | None) -> None
     assert ALL["tune"].make_context("tune", [*words]).params["gpu"] == several
 
 
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ([], ""),
+        (["--sinks"], "fp32"),
+        (["--sinks", "--mask", "causal"], "fp32"),
+        (["--sinks", "bf16"], "bf16"),
+    ],
+)
+def test_sinks_have_a_dtype(words: list[str], dtype: str) -> None:
+    given = ALL["tune"].make_context("tune", ["--seq", "512", *words]).params
+    selection = Selection(**{field.name: given[field.name] for field in dataclasses.fields(Selection)})
+    assert selection.workloads()[0].spec.sinks == dtype
+
+
 @pytest.mark.parametrize(("given", "gpus"), [("0,2", (0, 2)), ("all", "all"), ("3", (3,))])
 def test_tuning_takes_several_gpus(given: str, gpus: object) -> None:
     assert ALL["tune"].make_context("tune", ["--gpu", given]).params["gpu"] == gpus

@@ -71,6 +71,18 @@ def test_the_table_for_people(db: Path) -> None:
     assert "tuning 2 workloads" in done.stderr and "tuning 2 workloads" not in done.stdout
 
 
+def test_kernels_with_sinks_are_tuned_and_exported(tmp_path: Path) -> None:
+    shape = ["--head-dim", "32", "--heads", "4", "--seq", "64", "--mask", "sliding_window(15, 0)"]
+    sunk = [*H200, *shape, "--sinks", "bf16", "--db", tmp_path / "tuning.db"]
+    run("tune", *sunk, "--trials", "1", "--jobs", "2")
+    assert run_json("explain", *sunk)["workloads"][0]["subject"].endswith(", sinks")
+    run("export", *sunk, "--out", tmp_path / "bundle")
+    kernels = [each.name for each in (tmp_path / "bundle" / "cubins").iterdir()]
+    assert kernels and all("_sinks_" in name for name in kernels)
+    source = run("show", *sunk).stdout
+    assert "SINKS" in source and "SINKS" not in run("show", *H200, *shape).stdout
+
+
 def test_offline_tuning_names_what_was_measured(tmp_path: Path) -> None:
     named = ["--head-dim", "128", "--kv-heads", "8", "--seq", "4096", "--mask", "causal"]  # a shipped record
     words = ["tune", *H200, *named, "--trials", "1", "--jobs", "1", "--db", tmp_path / "tuning.db"]

@@ -46,7 +46,10 @@ def test_logits_are_those_of_eager(name: str, side: str, masks_made: list[Any]) 
     torch.testing.assert_close(ours[real], eager[real], atol=1e-4, rtol=1e-4)
     assert masks_made and all(isinstance(each, integration.ForwardMask) for each in masks_made)
     told = {each.mask.rule.name for each in masks_made}
-    kinds = {"gemma2": {"causal", "sliding_window"}, "mistral": {"sliding_window"}}.get(name, {"causal"})
+    alternating = {"causal", "sliding_window"}
+    kinds = {"gemma2": alternating, "gpt-oss": alternating, "mistral": {"sliding_window"}}.get(
+        name, {"causal"}
+    )
     assert told == {kind if side == "none" else f"{kind}_and_key_keep" for kind in kinds}
 
 
@@ -65,7 +68,7 @@ def test_generated_tokens_are_those_of_eager(name: str, side: str, cache: str | 
 
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
 def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(name: str, static: bool, side: str) -> None:
     """Several queries on top of a cache: 5 tokens, then 6, then one at a time."""
     model = make_model(name, attn_implementation="eager")
@@ -96,8 +99,9 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(name: str, static: boo
     assert whole.shape == eager.shape
 
 
-def test_gradients_are_those_of_eager() -> None:
-    model = make_model("mistral")
+@pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
+def test_gradients_are_those_of_eager(name: str) -> None:
+    model = make_model(name)
     ids, mask = batch("right")
     found = []
     for each in ("flashgen", "eager"):
@@ -110,7 +114,7 @@ def test_gradients_are_those_of_eager() -> None:
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_a_model_under_autocast_is_that_of_eager(name: str, gradient: bool) -> None:
     model = make_model(name)
     ids, mask = batch("left")
@@ -160,7 +164,7 @@ def test_packed_sequences_do_not_see_each_other(masks_made: list[Any]) -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_a_prepared_mask_of_four_dimensions_is_used_as_it_is(
     name: str, dtype: torch.dtype, heads: int
 ) -> None:
@@ -173,7 +177,7 @@ def test_a_prepared_mask_of_four_dimensions_is_used_as_it_is(
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "llama"])
 def test_packed_sequences_with_and_without_capped_scores(name: str) -> None:
     model = make_model(name)
     ids, _ = batch("none")
@@ -185,8 +189,9 @@ def test_packed_sequences_with_and_without_capped_scores(name: str) -> None:
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
 
 
-def test_head_dims_without_a_kernel_run_in_torch() -> None:
-    model = make_model("llama", hidden_size=48)  # head_dim 12
+@pytest.mark.parametrize(("name", "changes"), [("llama", {"hidden_size": 48}), ("gpt-oss", {"head_dim": 12})])
+def test_head_dims_without_a_kernel_run_in_torch(name: str, changes: dict[str, int]) -> None:
+    model = make_model(name, **changes)  # head_dim 12
     ids, mask = batch("left")
     ours, eager = (logits(model, each, ids, mask) for each in ("flashgen", "eager"))
     torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()], atol=1e-4, rtol=1e-4)
@@ -202,7 +207,7 @@ def test_dropout_runs_in_torch() -> None:
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 def test_a_model_compiles_without_a_graph_break(name: str, side: str) -> None:
     torch._dynamo.reset()
     model = make_model(name, attn_implementation="flashgen")
@@ -298,7 +303,10 @@ def test_what_is_not_recognised_is_written_out(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"s_aux": torch.zeros(4)}, "s_aux was given: attention sinks"),
+        ({"sinks": torch.zeros(2, 4, 5, 1)}, "sinks was given: sinks that each query has of its own"),
+        ({"s_aux": torch.zeros(3)}, r"sinks has shape \(3,\); q has 4 heads"),
+        ({"s_aux": torch.zeros(4), "dropout": 0.1}, r"s_aux \(sinks\) together with dropout=0.1"),
+        ({"s_aux": torch.zeros(3), "attention_mask": torch.zeros(2, 1, 5, 5)}, "sinks has shape"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position_bias was given: an additive bias"),
         ({"output_attentions": True}, "output_attentions was given: the weights .*eager"),
         ({"alibi": torch.zeros(4)}, "does not know the tensor alibi"),

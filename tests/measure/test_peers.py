@@ -107,9 +107,7 @@ def test_a_peer_takes_8_bit_values_in_16_bits(layout: str) -> None:
 )
 def test_a_peer_says_why_it_has_no_row(name: str, options: dict[str, object], reason: str) -> None:
     sizes: dict[str, object] = {"head_dim": 32, "heads": 2, "seq": 64, "batch": 1}
-    sinks = options.pop("sinks", "")
     (workload,) = workloads_from_args(**(sizes | options))  # type: ignore[arg-type]
-    workload = replace(workload, spec=replace(workload.spec, sinks=sinks))
     with pytest.raises(Unsupported, match=reason):
         build_peer(name, make_inputs(workload, "cpu"))
 
@@ -128,12 +126,11 @@ OTHERS = [
 
 def small(mask: masks.Mask, score_mod: str | None = None, sinks: str = "", batch: int = 2) -> Inputs:
     (workload,) = workloads_from_args(
-        head_dim=16, heads=4, kv_heads=2, seq=48, mask=mask, score_mod=score_mod, dtype="fp32", batch=batch
-    )
+        head_dim=16, heads=4, kv_heads=2, seq=48, mask=mask, score_mod=score_mod, sinks=sinks, dtype="fp32",
+        batch=batch,
+    )  # fmt: skip
     documents = 5 if mask.rule in DOCUMENTS else 0
-    return make_inputs(
-        replace(workload, spec=replace(workload.spec, sinks=sinks), documents=documents), "cpu"
-    )
+    return make_inputs(replace(workload, documents=documents), "cpu")
 
 
 def dense_reference(inputs: Inputs) -> torch.Tensor:

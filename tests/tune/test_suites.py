@@ -22,6 +22,7 @@ from flashgen.tune.suites import (
     NOT_UNDERSTOOD,
     SUITES,
     ConfigWarning,
+    packed,
     suite_workloads,
     workloads_from_args,
     workloads_from_hf_config,
@@ -208,6 +209,25 @@ def test_head_dim_cap_dtype_and_nested_text_models(tmp_path: Path) -> None:
 def test_a_bad_config_says_what_is_wrong(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         workloads_from_hf_config(written(tmp_path, config), [512])
+
+
+def test_a_model_with_sinks_has_them_in_its_own_dtype(tmp_path: Path) -> None:
+    gpt_oss = {"model_type": "gpt_oss", "head_dim": 64, "num_attention_heads": 64, "sliding_window": 128}
+    gpt_oss |= {"layer_types": ["sliding_attention", "full_attention"] * 12, "torch_dtype": "float16"}
+    found = workloads_from_hf_config(written(tmp_path, LLAMA | gpt_oss), [512])
+    assert [(w.spec.sinks, w.spec.mask) for w in found] == [
+        ("fp16", sliding_window(127, 0).rule),
+        ("fp16", causal().rule),
+    ]
+    (plain,) = workloads_from_hf_config(written(tmp_path, LLAMA), [512])
+    assert plain.spec.sinks == ""
+
+
+def test_packed_sequences_have_no_sinks() -> None:
+    (workload,) = workloads_from_args(head_dim=64, heads=4, seq=128, batch=4, sinks="bf16")
+    assert workload.spec.sinks == "bf16"
+    with pytest.raises(InvalidArgument, match="sinks=bf16 of packed sequences are not served"):
+        packed(workload, 256)
 
 
 @pytest.mark.parametrize("value", ["x", "false", "", 1, 0, 1.0, [], [True], {}], ids=repr)
