@@ -389,7 +389,7 @@ def _flex(keep_of: Callable[[Problem], Keep | None]) -> Callable[[Problem], Laun
             return left
 
         attend: Any = flex_attention if sinks is None else with_sinks
-        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+        compiled: Callable[..., Tensor] = torch.compile(attend, dynamic=False, fullgraph=True)
         return lambda: compiled(q, k, v, **options)
 
     return build
