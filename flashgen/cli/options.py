@@ -47,9 +47,9 @@ class FilePath(click.Path):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The workloads a command line names: of a suite, of a model, or of explicit sizes."""
+    """The workloads a command line names: of suites, of a model, or of explicit sizes."""
 
-    suite: str | None = None
+    suite: tuple[str, ...] = ()
     model: str | None = None
     head_dim: int | None = None
     head_dim_v: int | None = None
@@ -102,9 +102,9 @@ class Selection:
         Raises:
             InvalidArgument: nothing was, two ways were mixed, or a size or name is not served.
         """
-        if self.suite is not None:
+        if self.suite:
             self._refuse("--suite", "names its shapes", "suite")
-            return suite_workloads(self.suite)
+            return tuple(dict.fromkeys(each for name in self.suite for each in suite_workloads(name)))
         if self.model is not None:
             self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
             self._check_sizes()
@@ -160,7 +160,12 @@ def _listed(names: Any) -> str:
 
 
 _WORKLOAD_OPTIONS = (
-    click.option("--suite", metavar="NAME", help=f"A named set of workloads: {_listed(SUITES)}."),
+    click.option(
+        "--suite",
+        metavar="NAME",
+        multiple=True,
+        help=f"A named set of workloads: {_listed(SUITES)}; repeatable.",
+    ),
     click.option(
         "--model",
         metavar="FILE",

@@ -127,7 +127,11 @@ class Problem:
         mask = self.inputs.mask
         if self.window is not None:
             return self
-        if mask.rule not in DOCUMENTS or self.packed is not None:
+        if self.packed is not None:
+            raise Unsupported(
+                f"packed sequences are compared on full, causal and window masks, not {mask.describe()}"
+            )
+        if mask.rule not in DOCUMENTS:
             raise Unsupported(f"only FlexAttention is compared on {mask.describe()}")
         (ids,) = mask.tensors
         if self.q.shape[0] > 1 or self.q.shape[2] != self.k.shape[2] or bool((ids.diff() < 0).any()):
@@ -337,14 +341,11 @@ def packed_mask_mod(problem: Problem) -> Keep:
     Raises:
         Unsupported: the mask is no window.
     """
-    if problem.window is None:
-        raise Unsupported(
-            f"packed sequences are compared on full, causal and window masks, not {problem.inputs.mask}"
-        )
-    assert problem.packed is not None
+    window = problem.windowed().window
+    assert problem.packed is not None and window is not None
     document_of_q, document_of_k = problem.packed.documents()
     row_at, key_at = problem.packed.positions()
-    left, right = (2**30 if side is None else side for side in problem.window)
+    left, right = (2**30 if side is None else side for side in window)
 
     def alone(batch: Tensor, head: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
         return document_of_q[q_idx] == document_of_k[k_idx]
@@ -353,7 +354,7 @@ def packed_mask_mod(problem: Problem) -> Keep:
         distance = row_at[q_idx] - key_at[k_idx]
         return (document_of_q[q_idx] == document_of_k[k_idx]) & (distance <= left) & (-distance <= right)
 
-    return alone if problem.window == (None, None) else windowed
+    return alone if window == (None, None) else windowed
 
 
 def _flex(keep_of: Callable[[Problem], Keep | None]) -> Callable[[Problem], Launch]:

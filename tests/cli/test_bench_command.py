@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from flashgen.build.inputs import Inputs
 from flashgen.cli import bench
 from flashgen.cli.options import Selection
 from flashgen.cli.output import console
-from flashgen.build.inputs import Inputs
 from flashgen.errors import InvalidArgument
 from flashgen.measure import child
 from flashgen.measure.child import Failure

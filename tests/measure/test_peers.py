@@ -349,6 +349,14 @@ def test_a_single_query_of_each_sequence_has_no_causal_window() -> None:
     assert problem.packed is not None and problem.packed == Packed(*one, 1, 9)
 
 
+@pytest.mark.parametrize("name", ["fa2", "flex"])
+def test_packed_sequences_under_other_masks_have_no_peer(name: str) -> None:
+    with pytest.raises(
+        Unsupported, match="packed sequences are compared on full, causal and window masks, n"
+    ):
+        build_peer(name, packed_inputs(masks.prefix_lm()))
+
+
 @pytest.mark.parametrize(
     ("name", "score_mod", "reason"),
     [("cudnn", None, "takes no packed sequences"), ("fa2", "softcap(1.0)", "varlen_attn has no softcap")],
