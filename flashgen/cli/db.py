@@ -264,7 +264,7 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
         if here:
             from flashgen.api import remeasurer
 
-            with remeasurer(gpu) as remeasure:
+            with remeasurer(gpu, here) as remeasure:
                 for old, new in measure_again(database, here, remeasure):
                     renewed.append((old, new))
                     if not as_json:

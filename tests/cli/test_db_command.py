@@ -301,8 +301,8 @@ def test_revalidate_measures_the_records_of_this_gpu(path: Path, monkeypatch: py
         )
 
     @contextmanager
-    def remeasurer(index: int) -> Iterator[Any]:
-        assert index == 0
+    def remeasurer(index: int, records: tuple[Record, ...]) -> Iterator[Any]:
+        assert index == 0 and [record.target for record in records] == [make.H200]
         yield remeasure
 
     monkeypatch.setattr("flashgen.build.device.device_count", lambda: 1)

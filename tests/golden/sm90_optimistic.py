@@ -27,9 +27,11 @@ STAGES = gl.constexpr(3)
 GROUP = gl.constexpr(4)  # heads whose tiles run side by side, to share keys in the L2 cache
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-SLACK = gl.constexpr(8.0)  # a row's maximum stays until it is exceeded by 2^8: as exact, and rarely needed
-# A thread's sum of a row's weights may grow so far: fp16 holds it, and the row's last maximum divides out.
-LIMIT = gl.constexpr(32768.0)
+# A row's maximum stays until it is exceeded by 2^2, which is rare. Later is less exact: a weight of 1 is not
+# rounded, one of 1.3 is (error over a running maximum's at logits of 1e4: 2^2 2 %, 2^8 20 %).
+SLACK = gl.constexpr(2.0)
+# A weight may be 4, by as much as SLACK lets a maximum be too low: the bits of 4 in bf16.
+LIMIT = gl.constexpr(0x4080)
 LAUNCH = dict(num_warps=4)
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -118,6 +120,14 @@ def unpacked(words, layout: gl.constexpr):
 
 
 @gluon.jit
+def larger_of(a, b):
+    # Of both weights of two words, and NaN if there is one.
+    return gl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def spread(words):
     # To the columns of its weights.
     return gl.convert_layout(gl.reshape(gl.join(words, words), [ROWS, BLOCK_N]), S_LAYOUT)
@@ -178,7 +188,7 @@ def checked_weights(
     c22, c23, c24, c25, c26, c27, c28, c29, c30, c31,
 ):
     # A thread's scores and words of weights, and its rows' maxima, sums and scales: two rows alternate in
-    # pairs of columns. A sum that is over the limit, or NaN, says that a maximum was too low for its scores.
+    # pairs of columns. A weight that is over the limit, or NaN, says that a maximum was too low.
     scores = (
         s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, s16, s17, s18, s19, s20, s21,
         s22, s23, s24, s25, s26, s27, s28, s29, s30, s31,
@@ -189,7 +199,12 @@ def checked_weights(
     )
     max0, max2, sum0, sum2 = m0, m2, t0, t2
     factor0, factor2 = gl.to_tensor(1.0), gl.to_tensor(1.0)
-    if any_of_warp(gl.where((t0 <= LIMIT) & (t2 <= LIMIT), 0, 1)) != 0:
+    largest, other = words[0], words[2]
+    for i in gl.static_range(4, 32, 4):
+        largest, other = larger_of(largest, words[i]), larger_of(other, words[i + 2])
+    largest = larger_of(largest, other)
+    # Positive numbers are in the order of their bits, and NaN above them all.
+    if any_of_warp(gl.where(((largest >> 16) > LIMIT) | ((largest & 0xFFFF) > LIMIT), 1, 0)) != 0:
         top0, top2 = s0, s2
         for i in gl.static_range(0, 32, 4):
             top0 = gl.maximum(top0, gl.maximum(scores[i], scores[i + 1]))

@@ -29,10 +29,10 @@ def combine_splits(
     first = (batch * SPLITS * heads + head).to(tl.int64) * q_len + row
     between = heads.to(tl.int64) * q_len
     of_parts = first + tl.arange(0, SPLITS) * between
-    part_max = tl.load(PARTIAL_MAX + of_parts)
-    row_max = tl.max(part_max, 0)
+    maxima = tl.load(PARTIAL_MAX + of_parts)
+    row_max = tl.max(maxima, 0)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(tl.load(PARTIAL_SUM + of_parts) * tl.exp2(part_max - shift), 0)
+    row_sum = tl.sum(tl.load(PARTIAL_SUM + of_parts) * tl.exp2(maxima - shift), 0)
 
     dims = tl.arange(0, 64)
     acc = tl.zeros([64], tl.float32)

@@ -12,7 +12,7 @@ import torch
 
 import flashgen
 from flashgen import masks, score_mods
-from flashgen.build.reference import attention_reference
+from flashgen.build.reference import attention_reference, packed_reference
 from flashgen.codegen.families import FAMILIES
 
 CALLS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
@@ -25,6 +25,32 @@ CALLS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
 
 def draw(*size: int) -> torch.Tensor:
     return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def documents() -> None:
+    """A mask whose tiles are listed by a kernel of their own."""
+    q, k, v = draw(2, 4, 130, 64), draw(2, 2, 130, 64), draw(2, 2, 130, 64)
+    mask = masks.causal() & masks.document(torch.arange(130, device="cuda").repeat(2, 1) // 50)
+    exact, _ = attention_reference(q, k, v, mask=mask)
+    torch.testing.assert_close(flashgen.attention(q, k, v, mask=mask).float(), exact, atol=3e-2, rtol=3e-2)
+
+
+def packed_sequences() -> None:
+    """Without queries, without keys and without either; the first tensors of their memory too."""
+    starts_q, starts_k = [0, 1, 1, 66, 196], [0, 0, 70, 70, 130]
+    places = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in (starts_q, starts_k)]
+    for head_dim in (64, 96):
+        q, k, v = draw(196, 4, head_dim), draw(130, 2, head_dim), draw(130, 2, head_dim)
+        found = flashgen.attention_varlen(q, k, v, *places, 130, 70, mask="causal")
+        exact, _ = packed_reference(q, k, v, starts_q, starts_k, mask=masks.causal())
+        torch.testing.assert_close(found.float(), exact, atol=3e-2, rtol=3e-2)
+
+
+def of_8_bits() -> None:
+    q, k, v = (each.to(torch.float8_e4m3fn) for each in (draw(2, 4, 100, 64), *draw(2, 2, 2, 133, 64)))
+    exact, _ = attention_reference(q.float(), k.float(), v.float(), mask=masks.causal())
+    found = flashgen.attention(q, k, v, mask="causal", out_dtype=torch.bfloat16)
+    torch.testing.assert_close(found.float(), exact, atol=0.15, rtol=0.1)
 
 
 def main() -> None:
@@ -43,6 +69,10 @@ def main() -> None:
             torch.testing.assert_close(out.float(), exact, atol=3e-2, rtol=3e-2)
             if lse is not None:
                 torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-3)
+    documents()
+    packed_sequences()
+    if "attention_fwd_sm90" in FAMILIES and torch.cuda.get_device_capability()[0] == 9:
+        of_8_bits()
     torch.cuda.synchronize()
     print("right")
 

@@ -25,7 +25,7 @@ DEVICE = "cuda"
 DTYPE = torch.bfloat16
 LENGTH = 1000  # no multiple of a tile
 SMALL = {"num_stages": 1}
-"""Of torch's kernels: with a bias, their default asks for more shared memory than an H200 has (torch 2.11)."""
+"""Of torch's kernels: with a bias, torch 2.11's default asks for more shared memory than an H200 has."""
 
 
 @pytest.fixture
