@@ -172,6 +172,7 @@ def attention_varlen(
     *,
     mask: MaskLike = None,
     score_mod: ScoreModLike = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -192,47 +193,40 @@ def attention_varlen(
         max_seqlen_k: the same of keys.
         mask: as for `attention`; positions count within their sequence, and `batch` is the sequence. What a
             mask reads by position has room for the longest: `document` takes ids (sequences, max_seqlen_k).
+            Documents that are sequences of their own are faster: within a sequence their tiles are not
+            skipped, nor those that `block_sparse` drops.
         score_mod: as for `attention`, likewise.
+        sinks: as for `attention`: (heads,) logits, of every sequence.
         scale: as for `attention`.
         return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         The output (q tokens, heads, head_dim_v) in q's dtype and order of axes in memory; with `return_lse` a
         pair with the natural LSE in float32, (heads, q tokens) as FlashAttention has it. A query that sees no
-        key has output 0 and LSE -inf.
+        key has output 0 and LSE -inf, or its head's sink.
 
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched. Entries of cu_seqlens are looked
-            at where they are on the CPU, and on a GPU with the setting FLASHGEN_CHECK=1, which waits for it.
+            at where they are on the CPU or torch's operations need them, and at every call on a GPU with the
+            setting FLASHGEN_CHECK=1, which waits for it.
         LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
 
     CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
-    sequence after the other, and wait for the GPU once. Under autocast as `attention`.
+    sequence after the other, and wait for the GPU once. Under autocast as `attention`. torch.compile sees one
+    operator, in a graph for any lengths; a call that needs a gradient is in none.
     """
-    if torch.compiler.is_compiling():
-        raise InvalidArgument(
-            "torch.compile takes no attention_varlen into its graph, for its sizes are values of tensors; "
-            "compile without fullgraph=True, which goes on without a graph here, or call it outside"
-        )
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if _has_callables(mask, score_mod):
         sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
-    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, score_mod, scale)
-    for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor):
-            check_packed(*arguments, return_lse)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or _watched():
-            raise InvalidArgument(
-                f"attention_varlen takes plain tensors, not {type(tensor).__name__} or what a mode of torch "
-                "(fake tensors, a trace) watches; call it outside"
-            )
-    if _differentiated(q, k, v, None, mask, score_mod):
-        return as_result(torch_path.attention(check_packed(*arguments, return_lse)))
-    if q.is_cuda:
-        return _dispatcher().attention_varlen(*arguments, return_lse)
-    return as_result(torch_path.reference(check_packed(*arguments, return_lse)))
+    places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    arguments = (q, k, v, *places, mask, score_mod, scale, return_lse, sinks)
+    if torch.compiler.is_compiling():
+        return _packed_in_a_trace(*arguments)
+    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
+        return _packed(*arguments)
+    return _unusual_packed(*arguments)
 
 
 def sdpa(
@@ -375,7 +369,15 @@ def _serve(
     return (out, lse) if return_lse else out
 
 
+def _serve_packed(*arguments: Any) -> Any:
+    """The same of packed sequences."""
+    if arguments[0].is_cuda:
+        return _dispatcher().attention_varlen(*arguments)
+    return as_result(torch_path.reference(check_packed(*arguments)))
+
+
 _OPERATOR = op.define(_serve)
+_OPERATOR_PACKED = op.define_packed(_serve_packed)
 
 
 def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, *rules: Any) -> bool:
@@ -415,13 +417,54 @@ def _unusual(
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
-    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
-    try:
+    with _naming_classes(*tensors):
         if _differentiated(*tensors, given, mask, score_mod):
             return _differentiable(*arguments)
-        if not odd and not _watched():
+        if all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors) and not _watched():
             return _serve(*arguments)
         return op.traced(_OPERATOR, *arguments)
+
+
+def _packed(*arguments: Any) -> Any:
+    """A call of packed sequences."""
+    if _packed_differentiated(*arguments):
+        return as_result(torch_path.attention(check_packed(*arguments)))
+    return _serve_packed(*arguments)
+
+
+def _unusual_packed(*arguments: Any) -> Any:
+    """As `_unusual`."""
+    tensors = arguments[:3]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        check_packed(*arguments)
+    with _naming_classes(*tensors):
+        if all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors) and not _watched():
+            return _packed(*arguments)
+        return _packed_in_a_trace(*arguments)
+
+
+def _packed_differentiated(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> bool:
+    *_, mask, score_mod, _, _, sinks = sizes_and_rules
+    return _differentiated(q, k, v, None if sinks is None else Given(sinks=sinks), mask, score_mod)
+
+
+def _packed_in_a_trace(*arguments: Any) -> Any:
+    """A call as an operator, which alone lets a trace vary where sequences begin."""
+    if _packed_differentiated(*arguments):
+        raise InvalidArgument(
+            "an attention_varlen that needs a gradient is in no graph, for torch's operations ask where "
+            "sequences begin; call it under torch.no_grad(), outside of the trace, or compile without "
+            "fullgraph=True, which goes on without a graph here"
+        )
+    return op.traced_packed(_OPERATOR_PACKED, *arguments)
+
+
+@contextmanager
+def _naming_classes(*tensors: Tensor) -> Iterator[None]:
+    """Says of which class tensors are where that class lacks an operator."""
+    odd = [type(each).__name__ for each in tensors if type(each) not in (Tensor, torch.nn.Parameter)]
+    try:
+        yield
     except (TypeError, NotImplementedError) as error:  # what a class of tensors says to an operator it lacks
         if not odd or isinstance(error, FlashGenError):
             raise
@@ -634,13 +677,13 @@ def explain(
     call: Call
     if dense:
         call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-    elif layout != "bhsd" or given != Given():
+    elif layout != "bhsd" or given != Given(sinks=sinks):
         raise InvalidArgument(
             "explain got arguments of attention_varlen (cu_seqlens_q, ...), which takes no layout and no "
             "8-bit tensors; a call has only one kind"
         )
     else:
-        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse)
+        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse, sinks)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     if _differentiated(q, k, v, given, call.mask, call.score_mod):

@@ -81,15 +81,19 @@ class Inputs:
         if self.packed is not None:
             q, k, v, rows = (each[0] for each in (self.q, self.k, self.v, out))
             cu_q, cu_k = self.packed
-            return flatten_packed(q, k, v, rows, lse, cu_q, cu_k, self.scale, values, tensors, pointers)
+            env = flatten_packed(q, k, v, rows, lse, cu_q, cu_k, self.scale, values, tensors, pointers)
+            return env + self._of_sinks(pointers)
         scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
         if self.quantized is not None:
             heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
             env += self.quantized.entries(kv_heads, heads // kv_heads)
-        if self.sinks is not None:
-            env += (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
-        return env
+        return env + self._of_sinks(pointers)
+
+    def _of_sinks(self, pointers: bool) -> tuple[Any, ...]:
+        if self.sinks is None:
+            return ()
+        return (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
 
 
 def make_inputs(

@@ -419,7 +419,7 @@ def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str, Visits | Non
     rules: dict[str, Any] = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
     if inputs.packed is not None:
         q, k, v = q[0], k[0], v[0]
-        places = Packed.of(inputs.packed).arguments()
+        places = Packed.of(inputs.packed).arguments() | {"sinks": inputs.sinks}
         told = api.explain(q, k, v, **places, **rules)
         return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), told.family, None
     options: dict[str, Any] = {

@@ -197,7 +197,8 @@ class Family:
             return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
         if spec.packed and spec.quantized:
             return (
-                f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences"
+                f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences, "
+                "and these are packed; give them in bf16 or fp16"
             )
         oldest, newest = self.archs
         if target.vendor != "cuda" or not oldest <= target.arch <= newest:

@@ -515,6 +515,11 @@ def _least(axis: Reached, sizes: tuple[Any, ...], values: tuple[Any, ...]) -> in
     return max((hi + 1 if lo >= 0 else MAX_INDEX for lo, hi in reaches), default=0)
 
 
+_OF_PACKED = (
+    ": what rules read of packed sequences has a row for each of them, filled up to the longest "
+    "(max_seqlen), and positions count within the sequence"
+)
+
 OperandAxes = tuple[str, torch.dtype, tuple[tuple[int, ...] | Reached, ...]]
 """An operand's name, dtype, and for each axis the entries of the call environment with the sizes it counts:
 those of the plain symbols, or positions, that index it. The extent is the largest of them. An axis that
@@ -592,7 +597,8 @@ def check_operands(call: Call) -> None:
                 if sizes and shape[axis] != max(sizes.values()):
                     told = " and ".join(f"{each}, which is {size}" for each, size in sizes.items())
                     raise InvalidArgument(
-                        f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts {told}"
+                        f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts "
+                        f"{told}{_OF_PACKED if call.totals else ''}"
                     )
 
 

@@ -35,7 +35,7 @@ from flashgen.runtime.checks import (
 )
 from flashgen.runtime.explain import Explanation, describe_call, describe_workload, explained
 from flashgen.runtime.misses import MissLog
-from flashgen.runtime.packed import PackedCall, check_packed
+from flashgen.runtime.packed import PackedCall, check_packed, packed_sinks
 from flashgen.runtime.policy import (
     Decision,
     Launchable,
@@ -268,6 +268,7 @@ class Dispatcher:
         score_mod: Any,
         scale: Any,
         return_lse: bool,
+        sinks: Tensor | None = None,
     ) -> Result:
         """See `flashgen.attention_varlen`; the tensors are plain ones on a GPU. As `attention`, of packed
         sequences.
@@ -286,9 +287,8 @@ class Dispatcher:
 
         dtype, device = q.dtype, q.get_device()
         if self._check_values or not _packed_agree(q, k, v, cu_q, cu_k, max_q, max_k, return_lse):
-            call = check_packed(
-                q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, self._check_values
-            )
+            given = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks)
+            call = check_packed(*given, values=self._check_values)
             cu_q, cu_k, max_q, max_k = call.cu_q, call.cu_k, call.max_q, call.max_k
         q_tokens, heads, head_dim = q.shape
         k_tokens, kv_heads, head_dim_v = v.shape
@@ -297,7 +297,9 @@ class Dispatcher:
             scale = head_dim**-0.5 if head_dim else 1.0
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, head_dim)
-        arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse)
+        if sinks is not None:
+            sinks = packed_sinks(sinks, q)
+        arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks)
         if tensors:
             sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
             # As a dense call's environment has them.
@@ -308,6 +310,8 @@ class Dispatcher:
         out = torch_path.empty_output(q, "bshd", head_dim_v)
         lse = q.new_empty((heads, q_tokens), dtype=_FLOAT32) if return_lse else None
         env = flatten_packed(q, k, v, out, lse, cu_q, cu_k, scale, values, tensors)
+        if sinks is not None:
+            env += (sinks.data_ptr(), *sinks.stride())
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # memory holds the values negated
@@ -331,6 +335,7 @@ class Dispatcher:
             fp32_precision() if dtype is _FLOAT32 else None,
             (q_tokens - 1).bit_length() if q_tokens else -1,
             (k_tokens - 1).bit_length() if k_tokens else -1,
+            None if sinks is None else sinks.dtype,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -583,8 +588,9 @@ class Dispatcher:
             *(
                 (length_code(total) - 1 for total in (workload.total_q, workload.total_k))
                 if spec.packed
-                else (_TORCH_DTYPES[spec.sinks] if spec.sinks else None,)
+                else ()
             ),
+            _TORCH_DTYPES[spec.sinks] if spec.sinks else None,
         )
 
     def explain(self, call: Call, device: int) -> Explanation:

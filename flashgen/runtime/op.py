@@ -1,6 +1,7 @@
-"""The operator `flashgen::attention_fwd`, as which a call stands in graphs that torch traces.
+"""The operators `flashgen::attention_fwd` and `flashgen::attention_varlen_fwd` (packed sequences), as which
+calls stand in graphs that torch traces.
 
-An eager call does not go through it: the operator's machinery costs 14-22 us. Both end in one function.
+An eager call does not go through them: an operator's machinery costs 14-22 us. Both end in one function.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flashgen.runtime.checks import (
     check_dense,
     transformed,
 )
+from flashgen.runtime.packed import as_longest, check_packed_tensors, packed_sinks
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -31,8 +33,10 @@ LIMITS = {"i32": (-(2.0**31), 2.0**31 - 1), "f32": (-(2 - 2.0**-23) * 2.0**127, 
 """The least and the largest number of each type of a rule's parameters."""
 
 NAME = "flashgen::attention_fwd"
+NAME_PACKED = "flashgen::attention_varlen_fwd"
 
 Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool, Given | None], Any]
+ServePacked = Callable[..., Any]
 
 
 def define(serve: Serve) -> Any:
@@ -63,11 +67,7 @@ def define(serve: Serve) -> Any:
         out_dtype: torch.dtype | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if transformed():
-            raise InvalidArgument(
-                "the operator flashgen::attention_fwd has no forward-mode derivative and no vmap; call "
-                "flashgen.attention, which is computed by torch's own operations there"
-            )
+        _check_untransformed(NAME, "flashgen.attention")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype, sinks)
         result = serve(q, k, v, *rules, scale, layout, return_lse, given)
@@ -100,20 +100,96 @@ def define(serve: Serve) -> Any:
         rows = call.bhsd(q).shape[:3] if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
+    _register(NAME, attention_fwd, meta, "flashgen.attention")
+    return torch.ops.flashgen.attention_fwd.default
+
+
+def define_packed(serve: ServePacked) -> Any:
+    """The same of packed sequences, around `serve(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, mask, score_mod, scale, return_lse, sinks)`.
+
+    Nothing in a graph depends on where sequences begin; how many tokens and sequences there are and how long
+    they may be are sizes of the graph, which torch lets vary.
+    """
+
+    def attention_varlen_fwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        return_lse: bool,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        _check_untransformed(NAME_PACKED, "flashgen.attention_varlen")
+        rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        result = serve(q, k, v, *places, *rules, scale, return_lse, sinks)
+        return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+    def meta(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        return_lse: bool,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        # Not the places and the longest lengths: comparing these would tie the graph to a call's numbers.
+        check_packed_tensors(q, k, v)
+        packed_sinks(sinks, q)
+        out = torch_path.empty_output(q, "bshd", v.shape[2])
+        rows = (q.shape[1], q.shape[0]) if return_lse else (0,)
+        return out, q.new_empty(rows, dtype=torch.float32)
+
+    _register(NAME_PACKED, attention_varlen_fwd, meta, "flashgen.attention_varlen")
+    return torch.ops.flashgen.attention_varlen_fwd.default
+
+
+def _register(name: str, operator: Callable[..., Any], meta: Callable[..., Any], instead: str) -> None:
+    """Without a gradient: of calls that need one, `instead` is the function to call."""
+
     def backward(*_: Any) -> None:
         raise InvalidArgument(
-            f"the operator {NAME} has no gradient; call flashgen.attention, which is computed by torch's own "
+            f"the operator {name} has no gradient; call {instead}, which is computed by torch's own "
             "operations where one is needed"
         )
 
     # Not by `custom_op`, which asks `inspect` where the fake stands: 900 calls to the file system, 6 ms of an
     # import on a local disk.
-    schema = torch.library.infer_schema(attention_fwd, mutates_args=())
-    torch.library.define(NAME, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(NAME, "default", attention_fwd)
-    torch.library.impl(NAME, "meta", meta)
-    torch.library.register_autograd(NAME, backward)
-    return torch.ops.flashgen.attention_fwd.default
+    schema = torch.library.infer_schema(operator, mutates_args=())
+    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, "default", operator)
+    torch.library.impl(name, "meta", meta)
+    torch.library.register_autograd(name, backward)
+
+
+def _check_untransformed(name: str, instead: str) -> None:
+    if transformed():
+        raise InvalidArgument(
+            f"the operator {name} has no forward-mode derivative and no vmap; call {instead}, which is "
+            "computed by torch's own operations there"
+        )
 
 
 def traced(
@@ -132,10 +208,6 @@ def traced(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)  # of which some never come to the operator
     mask, score_mod = as_mask(mask), as_score_mod(score_mod)
-    values, operands, score_text, score_name = mask.values, mask.tensors, "", ""
-    if score_mod is not None:
-        values, operands = values + score_mod.values, operands + score_mod.tensors
-        score_text, score_name = score_mod.rule.text, score_mod.rule.name
     scale, of_quantized = as_scale(scale, q.shape[3]), ()
     if given is not None or q.dtype == E4M3:
         call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
@@ -145,12 +217,7 @@ def traced(
         q,
         k,
         v,
-        list(operands),
-        mask.rule.text,
-        mask.rule.name,
-        score_text,
-        score_name,
-        [float(value) for value in values],
+        *_told(mask, score_mod),
         scale,
         layout,
         return_lse,
@@ -158,6 +225,44 @@ def traced(
         **({} if given is None or given.sinks is None else {"sinks": given.sinks}),
     )
     return (out, lse) if return_lse else out
+
+
+def traced_packed(
+    op: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    mask: Any,
+    score_mod: Any,
+    scale: Any,
+    return_lse: bool,
+    sinks: Tensor | None = None,
+) -> Any:
+    """The same of packed sequences; `op` is what `define_packed` gives."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, tensor)  # of which some never come to the operator
+    longest = (
+        as_longest(given, name)
+        for name, given in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    )
+    rules = _told(as_mask(mask), as_score_mod(score_mod))
+    places = (cu_seqlens_q, cu_seqlens_k, *longest)
+    out, lse = op(q, k, v, *places, *rules, as_scale(scale, q.shape[2]), return_lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _told(mask: Mask, score_mod: ScoreMod | None) -> tuple[Any, ...]:
+    """Rules as an operator is told them: operands, each rule's text and name, values."""
+    values, operands, text, name = mask.values, mask.tensors, "", ""
+    if score_mod is not None:
+        values, operands = values + score_mod.values, operands + score_mod.tensors
+        text, name = score_mod.rule.text, score_mod.rule.name
+    numbers = [float(value) for value in values]
+    return list(operands), mask.rule.text, mask.rule.name, text, name, numbers
 
 
 def _tensors_and_factor(quantized: Quantized) -> tuple[Any, ...]:
@@ -183,7 +288,7 @@ def _rules(
     score_name: str,
     values: Sequence[float],
 ) -> tuple[Mask, ScoreMod | None]:
-    """The inverse of what `traced` does to the rules.
+    """The inverse of `_told`.
 
     Raises:
         InvalidArgument: values or operands are too few, too many, or not of the rules' types.

@@ -2,7 +2,7 @@
 
 The host knows how many sequences there are, all tokens and what the caller says of the longest; where each
 sequence begins is on the GPU and stays there. Those places are looked at where that costs no wait (CPU
-tensors), and everywhere with the setting FLASHGEN_CHECK=1.
+tensors, and where torch's operations wait for them anyway), and everywhere with the setting FLASHGEN_CHECK=1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flashgen.runtime.checks import (
     as_mask,
     as_scale,
     as_score_mod,
+    as_sinks,
     check_operands,
     check_return_lse,
     check_sizes,
@@ -68,6 +69,7 @@ class PackedCall(Call):
         """`cu_q` and `cu_k` on the host; of tensors on a GPU this waits for it.
 
         Raises:
+            InvalidArgument: they are no such places; on the host that costs nothing to see.
             LaunchFailed: a CUDA graph is being captured, which allows no wait.
         """
         if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -76,7 +78,10 @@ class PackedCall(Call):
                 "attention has to know on the host where they begin; make the call once before the capture, "
                 "or call flashgen.warmup"
             )
-        return self.cu_q.tolist(), self.cu_k.tolist()
+        cu_q, cu_k = self.cu_q.tolist(), self.cu_k.tolist()
+        _check_starts("q", cu_q, self.q.shape[0], self.max_q)
+        _check_starts("k", cu_k, self.k.shape[0], self.max_k)
+        return cu_q, cu_k
 
     def parts(self) -> list[Call]:
         """A dense call for each sequence; see `starts`."""
@@ -87,7 +92,8 @@ class PackedCall(Call):
             of_k = slice(cu_k[sequence], cu_k[sequence + 1])
             tensors = (self.q[of_q][None], self.k[of_k][None], self.v[of_k][None])
             rules = (self.mask, self.score_mod, self.scale)
-            made.append(Call(*tensors, *rules, "bshd", self.return_lse, sequence=sequence))
+            call = Call(*tensors, *rules, "bshd", self.return_lse, sinks=self.sinks, sequence=sequence)
+            made.append(call)
         return made
 
 
@@ -103,6 +109,7 @@ def check_packed(
     score_mod: Any,
     scale: Any,
     return_lse: Any,
+    sinks: Any = None,
     values: bool = False,
 ) -> PackedCall:
     """Everything that can be wrong with a call; int64 places become int32.
@@ -114,9 +121,7 @@ def check_packed(
         InvalidArgument: names the argument, what was given and what is allowed.
     """
     check_return_lse(return_lse)
-    check_tensors(q, k, v, 3, AXES)
-    if q.dtype == E4M3:
-        raise InvalidArgument(f"q.dtype={q.dtype} is not served packed; convert q, k and v to torch.bfloat16")
+    check_packed_tensors(q, k, v)
     if q.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
             f"q.device={q.device} has no values, or no kernels; packed sequences are computed on cuda or "
@@ -142,13 +147,12 @@ def check_packed(
         as_scale(scale, q.shape[2]),
         "bshd",
         return_lse,
+        sinks=packed_sinks(sinks, q),
         cu_q=cu_q,
         cu_k=cu_k,
         max_q=max_q,
         max_k=max_k,
     )
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    check_sizes((call.bhsd(x).shape for x in (q, k, v)), f"{shapes} as {AXES}")
     check_operands(call)
     on_host = q.device.type == "cpu"
     if on_host or (values and not (q.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -156,6 +160,23 @@ def check_packed(
         _check_starts("q", _on_host("cu_seqlens_q", given_q), q.shape[0], max_q)
         _check_starts("k", _on_host("cu_seqlens_k", given_k), k.shape[0], max_k)
     return call
+
+
+def check_packed_tensors(q: Any, k: Any, v: Any) -> None:
+    """What can be wrong with q, k and v alone; raises `InvalidArgument`."""
+    check_tensors(q, k, v, 3, AXES)
+    if q.dtype == E4M3:
+        raise InvalidArgument(
+            f"q.dtype={q.dtype} is not served packed, for kernels bring 8-bit values into another order by "
+            "one length of all sequences; convert q, k and v to torch.bfloat16, multiplied by their factors"
+        )
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    check_sizes((x.transpose(0, 1)[None].shape for x in (q, k, v)), f"{shapes} as {AXES}")
+
+
+def packed_sinks(given: Any, q: Tensor) -> Tensor | None:
+    """See `checks.as_sinks`; q is (tokens, heads, head_dim)."""
+    return as_sinks(given, q[None], "bshd")
 
 
 def _as_starts(name: str, given: Any, q: Tensor) -> Tensor:
@@ -186,7 +207,8 @@ def as_longest(given: Any, name: str = "max_seqlen") -> int:
             "which may be more than the longest sequence has"
         )
     try:
-        longest = given.__index__()
+        # A number of a trace's own has the type of an int, and may vary unless it is asked for its value.
+        longest = given if type(given) is int else given.__index__()
     except (AttributeError, TypeError, RuntimeError, ValueError):
         raise InvalidArgument(f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}") from None
     if isinstance(given, bool) or not 0 <= longest <= MAX_INDEX:
@@ -219,7 +241,10 @@ def _on_host(name: str, starts: Tensor) -> list[int]:
 def _check_starts(letter: str, starts: list[int], tokens: int, longest: int) -> None:
     name = f"cu_seqlens_{letter}"
     if starts[0] != 0:
-        raise InvalidArgument(f"{name} begins with {starts[0]}; the first sequence begins at 0")
+        raise InvalidArgument(
+            f"{name} begins with {starts[0]}; the first sequence begins at 0: give a 0 and then the running "
+            "sum of the lengths"
+        )
     if starts[-1] != tokens:
         raise InvalidArgument(
             f"{name} ends with {starts[-1]}, and {letter} has {tokens} tokens: the last sequence ends there; "
@@ -227,9 +252,12 @@ def _check_starts(letter: str, starts: list[int], tokens: int, longest: int) -> 
         )
     for sequence, (start, end) in enumerate(pairwise(starts)):
         if end < start:
-            raise InvalidArgument(f"{name} decreases from {start} to {end} at sequence {sequence}")
+            raise InvalidArgument(
+                f"{name} decreases from {start} to {end} at sequence {sequence}; each begins where the one "
+                "before it ends, an empty one too: give a 0 and then the running sum of the lengths"
+            )
         if end - start > longest:
             raise InvalidArgument(
                 f"sequence {sequence} of {name} has {end - start} tokens, more than "
-                f"max_seqlen_{letter}={longest}"
+                f"max_seqlen_{letter}={longest}; give the length of the longest, or more"
             )

@@ -294,13 +294,8 @@ def packed(workload: Workload, tokens: int) -> Workload:
     length for all are the longest ones.
 
     Raises:
-        InvalidArgument: sequences of that length do not hold so many, or there are sinks.
+        InvalidArgument: sequences of that length do not hold so many.
     """
-    if workload.spec.sinks:
-        raise InvalidArgument(
-            f"sinks={workload.spec.sinks} of packed sequences are not served, attention_varlen takes none; "
-            "leave one of them out"
-        )
     keys = tokens if workload.q_len == workload.k_len else -(-tokens * workload.k_len // workload.q_len)
     spec = replace(workload.spec, addressing="varlen")
     return replace(workload, spec=spec, total_q=tokens, total_k=keys)

@@ -94,8 +94,10 @@ def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
 
 def test_packed_sequences_have_rows_of_their_own() -> None:
     """Their tokens are part of what was computed, and rows from before packed sequences are still read."""
-    few, many = (replace(SMALL, spec=replace(SMALL.spec, addressing="varlen"), batch=3, total_q=total,
-                         total_k=total) for total in (150, 300))  # fmt: skip
+    few, many = (
+        replace(SMALL, spec=replace(SMALL.spec, addressing="varlen"), batch=3, total_q=total, total_k=total)
+        for total in (150, 300)
+    )
     assert tuple(bench.shape_of(few)) == (*bench.SHAPE, *bench.TOTALS)
     assert bench.identity(bench.shape_of(few)) != bench.identity(bench.shape_of(many))
     assert set(bench.identity(bench.shape_of(SMALL))[len(bench.SHAPE) :]) == {None}

@@ -10,8 +10,10 @@ import pytest
 import torch
 from checked import CAUSAL, COMBINED, DEVICE, TABLE, Call, skip_unless_served, workload
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen
+from flashgen import api
 from flashgen.build.device import current_target
 from flashgen.build.inputs import Inputs, make_inputs, starts
 from flashgen.build.reference import packed_reference
@@ -102,6 +104,26 @@ def test_score_rules(family: str, config: str) -> None:
     inputs, spec = packed(mask=masks.sliding_window(100, 0), score_mod=score_mods.softcap(20.0))
     skip_unless_it_fits(family, config, spec)
     check(inputs, spec, family, config)
+
+
+@pytest.mark.parametrize("family,config", ALL)
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & masks.sliding_window(99, 0)], ids=str)
+def test_sinks(mask: Mask, family: str, config: str) -> None:
+    skip_unless_served(family)
+    inputs, spec = packed(mask=mask)
+    logits = torch.linspace(-2.0, 5.0, 8, device=DEVICE, dtype=torch.bfloat16)
+    inputs, spec = replace(inputs, sinks=logits), replace(spec, sinks="bf16")
+    skip_unless_it_fits(family, config, spec)
+    check(inputs, spec, family, config)
+
+
+def test_a_call_with_sinks() -> None:
+    inputs, spec = packed()
+    logits = torch.linspace(-2.0, 5.0, 8, device=DEVICE)
+    out, lse = flashgen.attention_varlen(*arguments(inputs), mask=CAUSAL, sinks=logits, return_lse=True)
+    expected = Rig(replace(inputs, sinks=logits), replace(spec, sinks="fp32")).expected
+    verdict = expected.judge(inputs.bhsd(out[None]), lse[None])
+    assert verdict.ok, verdict.reason
 
 
 def neighbours_of_nan(inputs: Inputs, poison: float) -> tuple[Inputs, Tensor]:
@@ -275,6 +297,50 @@ def test_wrong_arguments_are_refused_before_a_launch() -> None:
         flashgen.attention_varlen(*given[:5], longest, 900)
     with pytest.raises(InvalidArgument, match=r"max_seqlen_k=10 is too small"):
         flashgen.attention_varlen(*given[:6], 10)
+
+
+def test_wrong_places_are_told_where_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, _ = packed()
+    given = arguments(inputs)
+    expected = flashgen.attention_varlen(*given, mask=CAUSAL)
+    monkeypatch.setattr(api._dispatcher(), "_check_values", True)
+    assert torch.equal(flashgen.attention_varlen(*given, mask=CAUSAL), expected)
+    cu = given[3]
+    for message, wrong in (
+        ("begins with 3; the first sequence begins at 0", torch.cat([cu[:1] + 3, cu[1:]])),
+        ("decreases from 429 to 300 at sequence 4", torch.cat([cu[:5], cu[1:2], cu[6:]])),
+        ("ends with 1507, and q has 1506 tokens", torch.cat([cu[:-1], cu[-1:] + 1])),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            flashgen.attention_varlen(*given[:3], wrong, *given[4:], mask=CAUSAL)
+
+
+def test_wrong_places_are_told_where_a_gradient_is_needed() -> None:
+    inputs, _ = packed()
+    q, k, v, cu_q, *rest = arguments(inputs)
+    needing = q.detach().requires_grad_()
+    with pytest.raises(InvalidArgument, match="cu_seqlens_q begins with 1"):
+        flashgen.attention_varlen(needing, k, v, torch.cat([cu_q[:1] + 1, cu_q[1:]]), *rest)
+
+
+def test_compiled_code_has_one_graph_for_any_lengths(no_waits: None) -> None:
+    """Also in a CUDA graph, where a wait would end the capture."""
+    torch.cuda.set_sync_debug_mode("default")
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(flashgen.attention_varlen, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in (RAGGED, ((700, 33, 9), (710, 33, 80)), ((5, 0, 0, 0, 64), (1, 1, 0, 0, 640))):
+        inputs, _ = packed(lengths)
+        given = arguments(inputs)
+        out, lse = compiled(*given, mask=CAUSAL, return_lse=True)
+        eager, eager_lse = flashgen.attention_varlen(*given, mask=CAUSAL, return_lse=True)
+        assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
+        torch.cuda.set_sync_debug_mode("error")
+        assert compiled(*given, mask=CAUSAL, return_lse=True)[0].shape == out.shape
+        torch.cuda.set_sync_debug_mode("default")
+    assert counter.frame_count <= 2
+    replayed = torch.compile(flashgen.attention_varlen, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):  # the third replays what the second recorded
+        torch.testing.assert_close(replayed(*given, mask=CAUSAL), eager, atol=0.0, rtol=0.0)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

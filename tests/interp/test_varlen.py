@@ -146,6 +146,24 @@ def test_one_kernel_serves_any_lengths() -> None:
         torch.testing.assert_close(lse[0], expected_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loads", ["tma", "pointer"])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal() & masks.sliding_window(9, 0)], ids=str)
+@pytest.mark.parametrize("sinks", ["fp32", "bf16"])
+def test_sinks(sinks: str, mask: Mask, loads: str) -> None:
+    """A sequence's rows without a key have their head's sink as LSE."""
+    without, spec = packed(mask=mask, heads=4, kv_heads=2)
+    logits = torch.tensor([3.0, -2.0, 0.5, -math.inf])
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[sinks]
+    inputs, spec = replace(without, sinks=logits.to(dtype)), replace(spec, sinks=sinks)
+    config = f"{SMALL}_{loads}_heads"
+    check(inputs, spec, config)
+    out, lse = run(inputs, spec, config)
+    begin, end = (inputs.packed or ())[0].tolist()[2:4]  # five queries, no keys
+    assert (out[:, :, begin:end] == 0).all()
+    torch.testing.assert_close(lse[0, :, begin:end], logits[:, None].expand(-1, 5))
+    assert (lse[0, 0] > run(without, replace(spec, sinks=""), config)[1][0, 0]).all()
+
+
 def test_softcap_comes_before_the_mask() -> None:
     inputs, spec = packed(mask=masks.causal(), score_mod=score_mods.softcap(1.0))
     before, _ = run(inputs, spec, f"{SMALL}_tma_heads")

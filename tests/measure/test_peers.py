@@ -219,6 +219,7 @@ def reference(inputs: Inputs) -> torch.Tensor:
         mask=inputs.mask,
         score_mod=inputs.score_mod,
         scale=inputs.scale,
+        sinks=inputs.sinks,
     )
     return out.transpose(0, 1)[None]
 
@@ -246,10 +247,20 @@ def test_flex_attention_gives_the_reference_of_packed_sequences(
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its operations without a kernel
     inputs = packed_inputs(mask, score_mod)
     torch.testing.assert_close(build_peer("flex", inputs)(), reference(inputs))
+    inputs = replace(inputs, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    torch.testing.assert_close(build_peer("flex", inputs)(), reference(inputs))
 
 
-def by_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-              longest: tuple[int, int], window: tuple[int | None, int | None], scale: float) -> torch.Tensor:  # fmt: skip
+def by_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    window: tuple[int | None, int | None],
+    scale: float,
+) -> torch.Tensor:
     """What FlashAttention's functions of packed tensors document, on the CPU."""
     assert longest == (9, 9) and cu_q.dtype == cu_k.dtype == torch.int32
     outs = []
@@ -272,8 +283,18 @@ def test_torchs_varlen_is_asked_for_the_same(
 ) -> None:
     import torch.nn.attention.varlen as varlen
 
-    def same(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float,
-             window_size: tuple[int, int]) -> torch.Tensor:  # fmt: skip
+    def same(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
         window = (None if side == -1 else side for side in window_size)
         return by_window(q, k, v, cu_q, cu_k, (max_q, max_k), tuple(window), scale)  # type: ignore[arg-type]
 
@@ -288,9 +309,19 @@ def test_torchs_varlen_is_asked_for_the_same(
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.describe())
 def test_flash_attention_4_is_asked_for_the_same(mask: masks.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
-    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-               max_seqlen_k: int, softmax_scale: float, causal: bool = False,
-               window_size: Any = (None, None)) -> tuple[torch.Tensor, None]:  # fmt: skip
+    def varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool = False,
+        window_size: Any = (None, None),
+    ) -> tuple[torch.Tensor, None]:
         assert not (causal and window_size != (None, None))
         longest, window = (max_seqlen_q, max_seqlen_k), (None, 0) if causal else window_size
         return by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, window, softmax_scale), None

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashgen import api
 from flashgen.api import attention, attention_varlen
 from flashgen.build.arguments import FACTS, facts_code, flatten_packed
+from flashgen.build.reference import packed_reference
 from flashgen.codegen.abi import PACKED, environment_names
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.runtime import torch_path
@@ -113,11 +117,71 @@ def test_calls_without_anything(lengths: tuple[tuple[int, ...], tuple[int, ...]]
     assert lse.shape == (4, q.shape[0])
 
 
+SINKS = torch.tensor([2.0, -1.0, -math.inf, 0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, masks.causal() & masks.sliding_window(3, 0)], ids=str)
+def test_sinks_are_those_of_every_sequence(mask: Mask | None, dtype: torch.dtype) -> None:
+    sinks = SINKS.to(dtype)
+    arguments = call()
+    out, lse = attention_varlen(*arguments, mask=mask, sinks=sinks, return_lse=True)
+    q, k, v, cu_q, cu_k, *_ = arguments
+    wanted, wanted_lse = packed_reference(
+        *(x.double() for x in (q, k, v)),
+        cu_q.tolist(),
+        cu_k.tolist(),
+        mask=mask,
+        sinks=sinks,
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[:, 5:8], sinks.float()[:, None].expand(-1, 3))
+    assert not torch.equal(out, attention_varlen(*arguments, mask=mask))
+
+
+def test_sinks_get_a_gradient() -> None:
+    arguments, sinks = call(), SINKS.clone()
+    sinks[2] = 0.0
+    arguments[Q].requires_grad_()
+    needing = sinks.requires_grad_()
+
+    def loss(logits: Tensor) -> Tensor:
+        return attention_varlen(*arguments, mask="causal", sinks=logits).square().sum()
+
+    (found,) = torch.autograd.grad(loss(needing), [needing])
+    for head in range(4):
+        step = torch.zeros(4)
+        step[head] = 1e-2
+        with torch.no_grad():
+            slope = (loss(sinks + step) - loss(sinks - step)) / 2e-2
+        torch.testing.assert_close(found[head], slope, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (torch.zeros(3), r"sinks has shape \(3,\); q has 4 heads, so \(4,\)"),
+        (torch.zeros(4, dtype=torch.float64), "sinks=a tensor of torch.float64"),
+        (1.0, "sinks=1.0 must be None or a float32"),
+        (torch.zeros(4, device="meta"), "sinks is on meta, q on cpu"),
+    ],
+)
+def test_sinks_that_are_refused(sinks: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        attention_varlen(*GOOD, sinks=sinks)
+    with pytest.raises(InvalidArgument, match=message):
+        dispatched(parts.make(), GOOD, sinks=sinks)
+
+
 def test_int64_places_and_lengths_that_are_no_int() -> None:
     arguments = call()
     expected = attention_varlen(*arguments)
     wide = [*arguments[:3], arguments[3].long(), arguments[4].long(), torch.tensor(17), 4000]
     assert torch.equal(attention_varlen(*wide), expected)
+    with torch.no_grad():
+        assert torch.equal(attention_varlen(torch.nn.Parameter(wide[Q]), *wide[1:]), expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,7 +225,7 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
     r"q has 4 dimensions, .*; it must be \(tokens, heads, head_dim\)": changed(q=GOOD[Q][None]),
     r"k must be a tensor \(tokens, heads, head_dim\), not None": changed(k=None),
     r"k.dtype=torch.float16 must be that of q": changed(k=GOOD[K].half()),
-    r"q.dtype=torch.float8_e4m3fn is not served packed; convert": changed(
+    r"q.dtype=torch.float8_e4m3fn is not served packed, .*; convert .* multiplied by their factors": changed(
         **{name: GOOD[at].to(torch.float8_e4m3fn) for name, at in (("q", Q), ("k", K), ("v", V))}
     ),
     r"v has length 23, it must be k's 24: q \(25, 4, 32\)": changed(v=GOOD[V][:-1]),
@@ -177,10 +241,10 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
     r"cu_seqlens_q is a tensor of torch.int32 \(0,\)": changed(cu_q=GOOD[CU_Q][:0]),
     r"cu_seqlens_k.device=meta must be that of q, cpu; move": changed(cu_k=GOOD[CU_K].to("meta")),
     r"cu_seqlens_q has 6 entries and cu_seqlens_k 5": changed(cu_k=GOOD[CU_K][:5]),
-    r"cu_seqlens_q begins with 1; the first sequence begins at 0": changed(
+    r"cu_seqlens_q begins with 1; the first sequence begins at 0: give a 0 and then the running sum": changed(
         cu_q=torch.tensor([1, 5, 5, 8, 8, 25], dtype=torch.int32)
     ),
-    r"cu_seqlens_k decreases from 13 to 12 at sequence 2": changed(
+    r"cu_seqlens_k decreases from 13 to 12 at sequence 2; each begins .*: give a 0 and": changed(
         cu_k=torch.tensor([0, 9, 13, 12, 13, 24], dtype=torch.int32)
     ),
     r"cu_seqlens_q ends with 24, and q has 25 tokens": changed(
@@ -192,7 +256,9 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
     r"q.device=meta has no values, or no kernels; packed sequences are computed on cuda or cpu": (
         lambda: [x.to("meta") if isinstance(x, Tensor) else x for x in GOOD]
     ),
-    r"sequence 4 of cu_seqlens_q has 17 tokens, more than max_seqlen_q=16": changed(max_q=16),
+    r"sequence 4 of cu_seqlens_q has 17 tokens, more than max_seqlen_q=16; give the length of": changed(
+        max_q=16
+    ),
     r"max_seqlen_k=4 is too small: 5 sequences of so many hold 20 tokens, and k has 24": changed(max_k=4),
     r"max_seqlen_q=-1 must be an int from 0": changed(max_q=-1),
     r"max_seqlen_q=True must be an int": changed(max_q=True),
@@ -215,7 +281,9 @@ def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
         InvalidArgument, match=r"key_lengths .* shape \(4,\); axis 0 counts batch, which is 5"
     ):
         attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(4, dtype=torch.int64)))
-    with pytest.raises(InvalidArgument, match=r"axis 1 counts k_len, which is 11"):
+    with pytest.raises(
+        InvalidArgument, match=r"axis 1 counts k_len, which is 11: .* filled up to the longest"
+    ):
         attention_varlen(*GOOD, mask=masks.key_padding(torch.ones(5, 24, dtype=torch.bool)))
     with pytest.raises(InvalidArgument, match="return_lse=1 must be True or False"):
         attention_varlen(*GOOD, return_lse=1)  # type: ignore[arg-type]
@@ -223,20 +291,11 @@ def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
         attention_varlen(*GOOD, scale=math.nan)
 
 
-def test_fake_tensors_are_refused_with_the_reason() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in GOOD]
-        with pytest.raises(InvalidArgument, match="takes plain tensors, not FakeTensor"):
-            attention_varlen(*fakes)
-
-
 # Through the dispatcher
 
 
 def dispatched(made: parts.Parts, arguments: list[Any], mask: Any = None, **named: Any) -> Any:
-    options = {"score_mod": None, "scale": None, "return_lse": False} | named
+    options = {"score_mod": None, "scale": None, "return_lse": False, "sinks": None} | named
     return made.dispatcher.attention_varlen(*arguments, mask, *options.values())
 
 
@@ -265,6 +324,18 @@ def test_a_call_launches_a_kernel_with_its_environment(case: str, return_lse: bo
     assert (work.batch, work.q_len, work.k_len, work.total_q, work.total_k) == (5, 17, 11, 25, 24)
 
 
+def test_a_call_with_sinks_has_a_kernel_of_its_own() -> None:
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments)
+    dispatched(made, arguments, sinks=SINKS)
+    dispatched(made, arguments, sinks=SINKS.bfloat16())
+    assert [kernel.request.workload.spec.sinks for kernel in made.loads.kernels] == ["", "fp32", "bf16"]
+    (env,) = made.loads.kernels[1].launches
+    values = dict(zip(environment_names(made.loads.kernels[1].request.workload.spec), env, strict=True))
+    assert (values["sinks"], values["sinks.stride.head"]) == (SINKS.data_ptr(), 1)
+
+
 def test_one_plan_serves_all_lengths_of_a_bucket() -> None:
     made = parts.make()
     for lengths in ((5, 0, 3, 0, 17), (8, 1, 2, 1, 13), (17, 2, 2, 2, 2)):
@@ -282,16 +353,17 @@ def test_a_dense_call_and_a_packed_one_have_plans_of_their_own() -> None:
     assert [kernel.request.workload.spec.addressing for kernel in made.loads.kernels] == ["varlen", "dense"]
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("mask", [masks.causal(), masks.sliding_window(100, 3)], ids=str)
-def test_warmup_has_the_key_that_calls_have(mask: Mask) -> None:
+def test_warmup_has_the_key_that_calls_have(mask: Mask, sinks: Tensor | None) -> None:
     made = parts.make()
     arguments = call(dtype=torch.bfloat16, dims=(64, 32))
-    checked = check_packed(*arguments, mask, None, None, True)
+    checked = check_packed(*arguments, mask, None, None, True, sinks)
     out = torch_path.empty_output(arguments[Q], "bshd", 32)
     env = flatten_packed(*arguments[:3], out, out, *arguments[3:5], 1.0, mask.values)
     made.dispatcher.warm(checked.workload(), FACTS[facts_code(env, 2)], -1)
     before = made.dispatcher.resolves
-    dispatched(made, arguments, mask, return_lse=True)
+    dispatched(made, arguments, mask, return_lse=True, sinks=sinks)
     assert made.dispatcher.resolves == before and made.loads.launched
 
 
@@ -319,6 +391,34 @@ def test_places_are_looked_at_where_the_setting_says_so(monkeypatch: pytest.Monk
     made.dispatcher._check_values = True
     dispatched(made, arguments)
     assert looked[seen:] == [25, 24]
+
+
+WRONG_PLACES = {
+    "begins with 2; the first sequence begins at 0": [2, 5, 5, 8, 8, 25],
+    "decreases from 8 to 5 at sequence 2": [0, 5, 8, 5, 8, 25],
+    "ends with 24, and q has 25 tokens": [0, 5, 5, 8, 8, 24],
+    "sequence 4 of cu_seqlens_q has 20 tokens, more than max_seqlen_q=17": [0, 5, 5, 5, 5, 25],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PLACES)
+def test_wrong_places_are_told_where_the_setting_says_so(message: str) -> None:
+    made = parts.make()
+    arguments = call(dtype=torch.bfloat16)
+    dispatched(made, arguments)  # a hit from here on, which would not look
+    arguments[CU_Q] = torch.tensor(WRONG_PLACES[message], dtype=torch.int32)
+    made.dispatcher._check_values = True
+    with pytest.raises(InvalidArgument, match=message):
+        dispatched(made, arguments)
+    assert len(made.loads.kernels[0].launches) == 1
+
+
+@pytest.mark.parametrize("message", WRONG_PLACES)
+def test_wrong_places_are_told_where_torch_has_to_know_them(message: str) -> None:
+    checked = check_packed(*call(), None, None, None, False)
+    wrong = replace(checked, cu_q=torch.tensor(WRONG_PLACES[message], dtype=torch.int32))
+    with pytest.raises(InvalidArgument, match=message):
+        torch_path.attention(wrong)
 
 
 def test_where_a_kernel_cannot_run_torch_computes_each_sequence() -> None:
@@ -363,7 +463,7 @@ def test_it_is_a_name_of_the_package() -> None:
 def test_explain_tells_of_packed_sequences() -> None:
     q, k, v, cu_q, cu_k, max_q, max_k = call()
     named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    told = str(api.explain(q, k, v, mask="causal", **named))
+    told = str(api.explain(q, k, v, mask="causal", sinks=SINKS, **named))
     assert "packed sequences 5" in told and "q_len 17 at most, 25 together" in told and "reference" in told
     needing = str(api.explain(q.clone().requires_grad_(), k, v, **named))
     assert "runs torch, one sequence after the other" in needing
@@ -380,15 +480,16 @@ def test_the_dispatcher_explains_without_a_launch() -> None:
     assert told.family == "attention_fwd_sm90" and not made.loads.launched
 
 
+def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 3)
+
+
 def test_callables_mean_what_named_rules_do() -> None:
     """Positions count within their sequence, also for what a callable captures."""
     lengths = (5, 0, 17, 9)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     q, k, v = torch.randn(3, sum(lengths), 4, 32)
     bias = torch.randn(max(lengths), max(lengths))
-
-    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 3)
 
     def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + bias[q_idx, kv_idx]
@@ -446,12 +547,179 @@ def test_vmap_shares_the_places() -> None:
         torch.vmap(lambda cu: attention_varlen(*GOOD[:CU_Q], cu, *GOOD[CU_K:]))(places)
 
 
-def test_compiled_code_goes_on_without_a_graph() -> None:
-    def doubled(q: Tensor) -> Tensor:
-        return attention_varlen(q, *GOOD[K:]) * 2
+# As an operator
 
-    expected = doubled(GOOD[Q])
-    assert torch.equal(torch.compile(doubled, backend="eager")(GOOD[Q]), expected)
-    torch.compiler.reset()
-    with pytest.raises(Exception, match=r"torch\.compile takes no attention_varlen into its graph"):
-        torch.compile(doubled, backend="eager", fullgraph=True)(GOOD[Q])
+
+def compiled_and_eager(function: Callable[..., Any], arguments: list[Any], **options: Any) -> None:
+    """Both give the same, also in the order of axes."""
+    ours, eager = torch.compile(function, fullgraph=True, **options)(*arguments), function(*arguments)
+    for one, other in zip(ours, eager, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+        assert one.stride() == other.stride() and one.dtype == other.dtype
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_is_traced_without_a_graph_break(case: str, dims: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    mask, mod = CASES[case]
+
+    def function(*given: Any) -> Any:
+        return attention_varlen(*given, mask=mask, score_mod=mod, return_lse=True)
+
+    compiled_and_eager(function, call(dims=dims), backend="aot_eager")
+    # The sinks, read anew: a graph that had kept them would not change with them.
+    sinks = SINKS.clone()
+    compiled = torch.compile(
+        lambda *given: attention_varlen(*given, mask=mask, sinks=sinks), fullgraph=True, backend="aot_eager"
+    )
+    for _ in range(2):
+        assert torch.equal(compiled(*call()), attention_varlen(*call(), mask=mask, sinks=sinks))
+        sinks += 1.0
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x for x in call()[:5]]
+    compiled_and_eager(function, [*turned, 17, 11], backend="aot_eager")
+    assert torch.equal(torch.compile(attention_varlen, fullgraph=True)(*call()), attention_varlen(*call()))
+
+
+def test_c35_tokens_sequences_and_longest_lengths_vary_within_two_graphs() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ((5, 0, 3, 7), (900, 0, 70), (2,), (3, 1, 4, 1, 5, 9), (0, 0, 0, 6, 0)):
+        arguments = call(lengths, tuple(length + 2 for length in lengths))
+        torch.testing.assert_close(compiled(*arguments), attention_varlen(*arguments))
+    assert counter.frame_count <= 2
+
+
+def test_a_graph_follows_the_places() -> None:
+    """The same sizes, other sequences: nothing of a trace's own places is in its graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend=counter)
+    for lengths in ((5, 0, 3, 0, 17), (17, 3, 0, 5, 0), (1, 1, 6, 0, 17)):
+        arguments = [*call(lengths, (9, 4, 0, 0, 11))[:5], 17, 11]
+        assert torch.equal(compiled(*arguments), attention_varlen(*arguments))
+    assert counter.frame_count == 1
+
+
+def test_callables_and_autocast_in_a_trace() -> None:
+    torch._dynamo.reset()
+
+    def function(*given: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention_varlen(*given, mask=near, score_mod="softcap(2.0)", return_lse=True)
+
+    compiled_and_eager(function, call(), backend="aot_eager")
+    assert function(*call())[0].dtype == torch.bfloat16
+
+
+def test_wrong_places_are_told_in_a_graph_too() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
+    with pytest.raises(InvalidArgument, match="cu_seqlens_q ends with 24, and q has 25 tokens"):
+        compiled(*changed(cu_q=torch.tensor([0, 5, 5, 8, 8, 24], dtype=torch.int32))())
+    with pytest.raises(InvalidArgument, match="max_seqlen_k=4 is too small"):
+        compiled(*changed(max_k=4)())
+
+
+def test_a_call_that_needs_a_gradient_leaves_the_graph() -> None:
+    torch._dynamo.reset()
+    arguments = call()
+    arguments[Q].requires_grad_()
+    with pytest.raises(Unsupported, match=r"needs a gradient is in no graph.*torch\.no_grad"):
+        torch.compile(attention_varlen, fullgraph=True, backend="eager")(*arguments)
+    out = torch.compile(attention_varlen, backend="eager")(*arguments)
+    (found,) = torch.autograd.grad(out.exp().sum(), [arguments[Q]])
+    (wanted,) = torch.autograd.grad(attention_varlen(*arguments).exp().sum(), [arguments[Q]])
+    torch.testing.assert_close(found, wanted)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*arguments), attention_varlen(*arguments))
+
+
+def operator_arguments() -> list[tuple[Any, ...]]:
+    key_lengths, cap = torch.tensor([3, 4, 0, 0, 7]), score_mods.softcap(2.0).rule
+    padding, rule = (masks.causal() & masks.key_padding(key_lengths)).rule, masks.sliding_window(3, 0).rule
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in call()[:3]]
+    return [
+        (*call(), [key_lengths], padding.text, padding.name, "", "", [], 0.2, True),
+        (*call(dims=(32, 16)), [], rule.text, "w", cap.text, cap.name, [3.0, 0.0, 2.0], 0.2, False),
+        (*turned, *call()[3:], [], "True", "full", "", "", [], 0.2, True),
+        (*call(), [], "True", "full", "", "", [], 0.2, True, SINKS),
+        (*call((0, 0), (3, 4)), [], "True", "full", "", "", [], 0.2, True),
+    ]
+
+
+@pytest.mark.parametrize("arguments", operator_arguments())
+def test_the_operators_fake_says_what_the_real_one_gives(arguments: tuple[Any, ...]) -> None:
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.flashgen.attention_varlen_fwd.default, arguments, test_utils=tests)
+
+
+def test_fake_tensors_are_understood() -> None:
+    with FakeTensorMode():
+        q, k, v, three = (torch.empty(100, heads, 64, device="cuda") for heads in (8, 2, 2, 3))
+        cu = torch.empty(7, dtype=torch.int32, device="cuda")
+        out, lse = attention_varlen(q, k, v, cu, cu, 40, 40, mask="causal", return_lse=True)
+        assert out.shape == (100, 8, 64) and lse.shape == (8, 100) and lse.dtype is torch.float32
+        assert out.device.type == lse.device.type == "cuda"
+        with pytest.raises(InvalidArgument, match="q has 8 heads, which must be a multiple of the 3"):
+            attention_varlen(q, three, three, cu, cu, 40, 40)
+        with pytest.raises(InvalidArgument, match="needs a gradient is in no graph"):
+            attention_varlen(q.requires_grad_(), k, v, cu, cu, 40, 40)
+
+
+class Unwilling(Tensor):
+    """A tensor of a class that knows no operator."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize("which", [Q, K, V])
+def test_tensors_of_a_class_that_refuses_are_named(which: int) -> None:
+    given = list(GOOD)
+    given[which] = Tensor._make_wrapper_subclass(Unwilling, given[which].shape)
+    with pytest.raises(InvalidArgument, match=r"class Unwilling do not let .*; give plain tensors"):
+        attention_varlen(*given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_holds_the_operator_and_not_one_calls_places() -> None:
+    def function(*tensors: Tensor) -> Tensor:
+        return attention_varlen(*tensors, 17, 17, mask="causal")  # type: ignore[arg-type, no-any-return]
+
+    traced = torch.jit.trace(function, tuple(call()[:5]))
+    assert "flashgen::attention_varlen_fwd" in str(traced.graph)
+    other = call((1, 17, 6), (9, 4, 13))[:5]
+    assert torch.equal(traced(*other), function(*other))
+
+
+def test_it_can_stand_in_an_exported_program() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+            out: Tensor = attention_varlen(q, k, v, cu_q, cu_k, 40, 40, mask="causal")
+            return out
+
+    rows, keys, ends = (torch.export.Dim(name, min=2, max=4096) for name in ("rows", "keys", "ends"))
+    sizes = ({0: rows}, {0: keys}, {0: keys}, {0: ends}, {0: ends})
+    program = torch.export.export(Layer(), tuple(call()[:5]), dynamic_shapes=sizes)
+    assert "flashgen.attention_varlen_fwd" in program.graph_module.code
+    for arguments in (call()[:5], call((33, 4), (40, 9))[:5]):
+        torch.testing.assert_close(program.module()(*arguments), Layer()(*arguments))
+
+
+def test_the_operator_has_no_derivative_to_lose() -> None:
+    def operator(q: Tensor) -> Tensor:
+        operator = torch.ops.flashgen.attention_varlen_fwd
+        out, _ = operator(q, *call()[1:], [], "True", "full", "", "", [], 0.2, False)
+        return out  # type: ignore[no-any-return]
+
+    out = operator(call()[Q].requires_grad_())
+    assert out.grad_fn is not None
+    with pytest.raises(InvalidArgument, match=r"no gradient; call flashgen\.attention_varlen"):
+        out.sum().backward()
+    with pytest.raises(InvalidArgument, match=r"no forward-mode derivative .* flashgen\.attention_varlen"):
+        torch.func.jvp(operator, (call()[Q],), (call()[Q],))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +224,10 @@ def test_a_model_with_sinks_has_them_in_its_own_dtype(tmp_path: Path) -> None:
     assert plain.spec.sinks == ""
 
 
-def test_packed_sequences_have_no_sinks() -> None:
+def test_packed_sequences_keep_their_sinks() -> None:
     (workload,) = workloads_from_args(head_dim=64, heads=4, seq=128, batch=4, sinks="bf16")
-    assert workload.spec.sinks == "bf16"
-    with pytest.raises(InvalidArgument, match="sinks=bf16 of packed sequences are not served"):
-        packed(workload, 256)
+    assert packed(workload, 256).spec == replace(workload.spec, addressing="varlen") != workload.spec
+    assert packed(workload, 256).spec.sinks == "bf16"
 
 
 @pytest.mark.parametrize("value", ["x", "false", "", 1, 0, 1.0, [], [True], {}], ids=repr)
