@@ -30,8 +30,10 @@ LN2 = gl.constexpr(0.6931471805599453)
 # A row's maximum stays until it is exceeded by 2^2, which is rare. Later is less exact: a weight of 1 is not
 # rounded, one of 1.3 is (error over a running maximum's at logits of 1e4: 2^2 2 %, 2^8 20 %).
 SLACK = gl.constexpr(2.0)
-# A weight may be 4, by as much as SLACK lets a maximum be too low: the bits of 4 in bf16.
-LIMIT = gl.constexpr(0x4080)
+# A weight may be 2, or half of what its thread has of the row's sum so far: a weight of 1 is not rounded, one
+# of 1.3 is, which shows in the output where few keys have most of the weight.
+LIMIT = gl.constexpr(2.0)
+SHARE = gl.constexpr(0.5)
 LAUNCH = dict(num_warps=4)
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -184,11 +186,14 @@ def checked_weights(
     m22, m23, m24, m25, m26, m27, m28, m29, m30, m31,
     t0, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t18, t19, t20, t21,
     t22, t23, t24, t25, t26, t27, t28, t29, t30, t31,
+    r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, r10, r11, r12, r13, r14, r15, r16, r17, r18, r19, r20, r21,
+    r22, r23, r24, r25, r26, r27, r28, r29, r30, r31,
     c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15, c16, c17, c18, c19, c20, c21,
     c22, c23, c24, c25, c26, c27, c28, c29, c30, c31,
 ):
-    # A thread's scores and words of weights, and its rows' maxima, sums and scales: two rows alternate in
-    # pairs of columns. A weight that is over the limit, or NaN, says that a maximum was too low.
+    # A thread's scores and words of weights, its rows' maxima, the sums of these weights and of all before
+    # and scales: two rows alternate in pairs of columns. A weight over the limit, or NaN, says that a
+    # maximum was too low.
     scores = (
         s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, s16, s17, s18, s19, s20, s21,
         s22, s23, s24, s25, s26, s27, s28, s29, s30, s31,
@@ -199,12 +204,14 @@ def checked_weights(
     )
     max0, max2, sum0, sum2 = m0, m2, t0, t2
     factor0, factor2 = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    limit = gl.minimum(gl.maximum(gl.minimum(r0, r2) * SHARE, LIMIT), 32768.0)  # below infinity in fp16
     largest, other = words[0], words[2]
     for i in gl.static_range(4, 32, 4):
         largest, other = larger_of(largest, words[i]), larger_of(other, words[i + 2])
     largest = larger_of(largest, other)
     # Positive numbers are in the order of their bits, and NaN above them all.
-    if any_of_warp(gl.where(((largest >> 16) > LIMIT) | ((largest & 0xFFFF) > LIMIT), 1, 0)) != 0:
+    bits = word_of(limit, limit) >> 16
+    if any_of_warp(gl.where(((largest >> 16) > bits) | ((largest & 0xFFFF) > bits), 1, 0)) != 0:
         top0, top2 = s0, s2
         for i in gl.static_range(0, 32, 4):
             top0 = gl.maximum(top0, gl.maximum(scores[i], scores[i + 1]))
@@ -465,6 +472,7 @@ def consumer(
                 spread(packed(weights)),
                 in_columns(row_max, score),
                 in_columns(row_total(weights), score),
+                in_columns(row_sum, score),
                 scale_log2,
                 pack=32,
             )
