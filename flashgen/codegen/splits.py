@@ -1,9 +1,9 @@
 """The keys of a tile divided among several programs, where a call has too few rows to fill a GPU.
 
 Each program leaves what it has of its part of the keys, each row's maximum, sum and unnormalised output, in
-buffers of the call, and a second kernel brings the parts to one maximum (Dao et al. 2023, Flash-Decoding; there
-by their LSE, in whose float32 the sum is lost beside a maximum of 1e7). Both families write their parts alike,
-so buffers and second kernel stand here once.
+buffers of the call, and a second kernel brings the parts to one maximum (Dao et al. 2023, Flash-Decoding;
+there by their LSE, in whose float32 the sum is lost beside a maximum of 1e7). Both families write their parts
+alike, so buffers and second kernel stand here once.
 """
 
 from __future__ import annotations
