@@ -29,6 +29,7 @@ from flashgen.runtime.checks import (
     NEEDS_GRADIENT,
     Call,
     Given,
+    as_mask,
     as_score_mod,
     check,
     transformed,
@@ -39,6 +40,7 @@ from flashgen.runtime.packed import as_longest, check_packed
 from flashgen.runtime.policy import Launchable, Policy, Request, Source
 from flashgen.runtime.sdpa import translate
 from flashgen.settings import SETTINGS, VERSION
+from flashgen.spec import drops
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
@@ -148,7 +150,7 @@ def attention(
         given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
     if autocasting():
         q, k, v = autocasted(q, k, v)
-    if _has_callables(mask, score_mod):
+    if _to_be_made(mask, score_mod):
         mask, score_mod = _traced(mask, score_mod, _sizes(q, k, layout))
     if torch.compiler.is_compiling():
         if _differentiated(q, k, v, given, mask, score_mod):
@@ -217,7 +219,7 @@ def attention_varlen(
     """
     if autocasting():
         q, k, v = autocasted(q, k, v)
-    if _has_callables(mask, score_mod):
+    if _to_be_made(mask, score_mod):
         sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
     places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -301,9 +303,10 @@ def flex_attention(
     return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
 
 
-def _has_callables(mask: Any, score_mod: Any) -> bool:
-    """Whether rules may have to be traced: a list may hold callables."""
-    return callable(mask) or callable(score_mod) or type(score_mod) in (list, tuple)
+def _to_be_made(mask: Any, score_mod: Any) -> bool:
+    """Whether rules may have to be traced, composed or taken apart: a list may hold callables."""
+    listed = type(score_mod) in (list, tuple)
+    return listed or callable(mask) or callable(score_mod) or drops.may_choose(score_mod)
 
 
 def _sizes(q: Any, k: Any, layout: Any) -> dict[str, int] | None:
@@ -343,6 +346,8 @@ def _traced(mask: Any, score_mod: Any, sizes: dict[str, int] | None) -> tuple[An
             raise InvalidArgument(compiled.NOT_COMPOSED)
         mods = [traced("score", each, sizes) if callable(each) else each for each in score_mod]
         score_mod = as_score_mod([each for each in mods if not rules.is_identity(each)])
+    if drops.may_choose(score_mod):
+        mask, score_mod = drops.as_mask(as_mask(mask), score_mod)
     return mask, score_mod
 
 
@@ -671,7 +676,7 @@ def explain(
         mask = translated
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     dense = all(each is None for each in packed)
-    if _has_callables(mask, score_mod):
+    if _to_be_made(mask, score_mod):
         sizes = _sizes(q, k, layout) if dense else _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
     call: Call

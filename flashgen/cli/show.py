@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli.options import (
+    FilePath,
     Selection,
     db_option,
     find_device_to_look_at,
@@ -54,6 +55,13 @@ VIEWS = ("source", "ptx", "sass", "usage")
 @click.option("--ptx", is_flag=True, help="The compiler's PTX.")
 @click.option("--sass", is_flag=True, help="The machine code.")
 @click.option("--usage", is_flag=True, help="Registers, spills and shared memory.")
+@click.option(
+    "--draw",
+    metavar="FILE",
+    type=FilePath(dir_okay=False),
+    help="Draw the mask and the tiles of the config, skipped, partial and full, into this file (.png, .svg); "
+    "needs matplotlib.",
+)
 @db_option
 @json_option
 def show(
@@ -66,6 +74,7 @@ def show(
     family: str | None,
     access: str,
     lse: bool,
+    draw: str | None,
     url: str | None,
     as_json: bool,
     **views: bool,
@@ -80,12 +89,15 @@ def show(
       flashgen show --mask causal --sass --arch 80
       flashgen show --mask causal --usage --config m128n128w8s2_tma_heads --target nvidia-h200
       flashgen show --diff m128n64w4s2_tma_heads m128n64w8s3_tma_heads --usage
+      flashgen show --mask 'causal & sliding_window(1023, 0)' --draw mask.png
     """
     import dataclasses
 
     from flashgen.spec.attention import CallFacts
 
-    view = _only([each for each in VIEWS if views[each]])
+    view = _only([each for each in VIEWS if views[each]] + ["draw"] * bool(draw))
+    if draw is not None:
+        _check_draw(draw, diff)
     if diff and name is not None:
         raise InvalidArgument("--diff names both configs: leave out --config, or leave out --diff")
     if arch is not None:
@@ -100,6 +112,9 @@ def show(
     for each in found:
         click.echo(f"showing {each.config.name}, {each.origin}", err=True)
     click.echo(f"for {workload.name} of [{workload.spec.key}]{several}", err=True)
+    if draw is not None:
+        _draw(found[0], workload, draw, as_json)
+        return
     if diff is None:
         emit(found[0].to_json(view), as_json, lambda out: found[0].print(view, out))
         return
@@ -209,7 +224,7 @@ class _Shown:
             "hash": self.source.hash,
             "target": self.target.to_json(),
             "triton": self.source.toolchain.triton,
-            view: self.usage() if view == "usage" else self.text(view),
+            **({view: self.usage() if view == "usage" else self.text(view)} if view in VIEWS else {}),
         }
 
     def print(self, view: str, out: Console) -> None:
@@ -221,6 +236,28 @@ class _Shown:
         for name, value in self.usage().items():
             rows.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
         rows.print(out)
+
+
+def _check_draw(path: str, diff: tuple[str, str] | None) -> None:
+    from flashgen.cli import draw
+
+    if diff:
+        raise InvalidArgument("--draw shows the tiles of one config: leave out --diff, or leave out --draw")
+    draw.check(path)
+
+
+def _draw(shown: _Shown, workload: Workload, path: str, as_json: bool) -> None:
+    """Writes the picture of a config's tiles and says what is on it."""
+    from flashgen.build.inputs import make_rules
+    from flashgen.cli import draw
+    from flashgen.codegen.families import find_family
+
+    config = shown.config
+    made = draw.picture(workload, find_family(config.family).tiling(config))
+    mask, _ = make_rules(workload)
+    draw.draw(made, f"{mask.describe()}\n{workload.name}, {config.name}", path)
+    data = shown.to_json("draw") | {"draw": {"file": path, **made.to_json()}}
+    emit(data, as_json, lambda out: out.print(f"drew {path}: {made}"))
 
 
 def _only(views: list[str]) -> str:

@@ -135,12 +135,14 @@ class Call:
     def workload(self) -> Workload:
         """What is compiled, and the sizes; only for calls that are not `empty`."""
         sizes = self.sizes
+        mask_rule = self.mask.rule
+        score_rule = None if self.score_mod is None else rules.apart(mask_rule, self.score_mod.rule)
         spec = AttentionSpec(
             head_dim=sizes.head_dim,
             head_dim_v=sizes.head_dim_v,
             dtype=DTYPE_NAMES[self.q.dtype],
-            mask=self.mask.rule,
-            score_mod=None if self.score_mod is None else self.score_mod.rule,
+            mask=mask_rule,
+            score_mod=score_rule,
             fp32_precision=fp32_precision() if self.q.dtype == torch.float32 else "ieee",
             return_lse=self.return_lse,
             positive_scale=self.folded_scale > 0,
@@ -148,9 +150,8 @@ class Call:
             addressing="varlen" if self.totals else "dense",
             sinks="" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype],
         )
-        bound = (self.mask,) if self.score_mod is None else (self.mask, self.score_mod)
-        names = [name for each in bound for name, _ in each.rule.params]
-        values = [value for each in bound for value in each.values]
+        names = [name for rule in (mask_rule, score_rule) if rule is not None for name, _ in rule.params]
+        values, _ = rules.values_and_tensors(self.mask, self.score_mod)
         params = tuple(zip(names, values, strict=True))
         counts = (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len)
         return Workload(spec, *counts, params, *self.totals)

@@ -361,6 +361,8 @@ OPERATIONS: Mapping[str, Operation] = {
 """Every operator and function there is; adding one is adding its row."""
 
 FUNCTIONS: tuple[str, ...] = tuple(row.text for row in OPERATIONS.values() if row.notation == "call")
+OPPOSITE: Mapping[str, str] = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+"""Of each comparison the one that holds where it does not; of floats only where neither side is NaN."""
 _INFIX = {row.node: row for row in OPERATIONS.values() if row.notation == "infix"}
 _PREFIX = {row.node: row for row in OPERATIONS.values() if row.notation == "prefix"}
 

@@ -298,13 +298,13 @@ def join(op: str, left: Rule, right: Rule) -> Combined:
         return Combined(left, (True, False))
     form = left.form and right.form and f"{_grouped(left.form, op)} {op} {_grouped(right.form, op)}"
     name = f"{left.name}_{_WORDS[op]}_{right.name}"
-    return _merge(left, right, lambda renamed: _chained(op, left.expr, renamed), name, form)
+    return _merge(left, right, lambda renamed: chained(op, left.expr, renamed), name, form)
 
 
-def _chained(op: str, left: Expr, right: Expr) -> Expr:
+def chained(op: str, left: Expr, right: Expr) -> Expr:
     """`left op right`, grouped to the left throughout: equal masks get equal text, without parentheses."""
     if isinstance(right, ex.Apply) and right.op == op:
-        return ex.make(op, _chained(op, left, right.args[0]), right.args[1])
+        return ex.make(op, chained(op, left, right.args[0]), right.args[1])
     return ex.make(op, left, right)
 
 
@@ -331,7 +331,27 @@ def invert(rule: Rule) -> Rule:
     return replace(rule, expr=ex.make("~", rule.expr), name=name, form=form)
 
 
+@lru_cache(maxsize=4096)
+def apart(left: Rule, right: Rule) -> Rule:
+    """The right rule under names of its own: a kernel of both has each parameter and operand once."""
+    renamed = _renamed(left, right)
+    if not renamed:
+        return right
+    params, operands = _declared(right, renamed)
+    return replace(right, expr=ex.rename(right.expr, renamed), params=params, operands=operands)
+
+
 def _merge(left: Rule, right: Rule, build: Callable[[Expr], Expr], name: str, form: str) -> Combined:
+    renamed = _renamed(left, right)
+    params, operands = _declared(right, renamed)
+    expr = build(ex.rename(right.expr, renamed))
+    rule = Rule(left.kind, expr, left.params + params, left.operands + operands, form=form)
+    rule = replace(rule, name=_fitting_name(name, rule.text))
+    return Combined(rule, (True, True), tuple(renamed.items()))
+
+
+def _renamed(left: Rule, right: Rule) -> dict[str, str]:
+    """A new name for each of the right rule's that the left one has too."""
     taken = set(left.types) | set(right.types)
     renamed: dict[str, str] = {}
     for old in right.types:
@@ -340,14 +360,17 @@ def _merge(left: Rule, right: Rule, build: Callable[[Expr], Expr], name: str, fo
             new = next(each for each in (f"{base}_{i}" for i in count(1)) if each not in taken)
             taken.add(new)
             renamed[old] = new
-    expr = build(ex.rename(right.expr, renamed))
-    params = left.params + tuple((renamed.get(each, each), type_) for each, type_ in right.params)
-    operands = left.operands + tuple(
-        replace(operand, name=renamed.get(operand.name, operand.name)) for operand in right.operands
+    return renamed
+
+
+def _declared(
+    rule: Rule, renamed: Mapping[str, str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[Operand, ...]]:
+    """Its parameters and operands under other names."""
+    params = tuple((renamed.get(each, each), type_) for each, type_ in rule.params)
+    return params, tuple(
+        replace(operand, name=renamed.get(operand.name, operand.name)) for operand in rule.operands
     )
-    rule = Rule(left.kind, expr, params, operands, form=form)
-    rule = replace(rule, name=_fitting_name(name, rule.text))
-    return Combined(rule, (True, True), tuple(renamed.items()))
 
 
 def _grouped(form: str, op: str) -> str:

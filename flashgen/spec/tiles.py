@@ -301,7 +301,6 @@ Linear: TypeAlias = dict[Expr, int]
 """A sum of terms with integer factors; the constant is the factor of `ex.ONE`."""
 
 FIRST, LAST = Symbol("first"), Symbol("last")
-_OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
 
@@ -338,7 +337,7 @@ class _Solver:
                 )
             linear = self.compared(expr)
             if linear is not None:
-                op = expr.op if wanted else _OPPOSITE[expr.op]
+                op = expr.op if wanted else ex.OPPOSITE[expr.op]
                 if op == "!=" and self.along in linear:
                     return [(Apply("<", expr.args),), (Apply(">", expr.args),)]
                 return [(Apply(op, expr.args),)]
@@ -346,7 +345,7 @@ class _Solver:
 
     def compared(self, atom: Expr) -> Linear | None:
         """For a comparison of linear integer expressions, its left side minus its right side."""
-        if not isinstance(atom, Apply) or atom.op not in _OPPOSITE:
+        if not isinstance(atom, Apply) or atom.op not in ex.OPPOSITE:
             return None
         left, right = (self.linear(arg) for arg in atom.args)
         return None if left is None or right is None else _sum(left, right, -1)
@@ -402,7 +401,7 @@ class _Solver:
             return False
         if isinstance(expr, Load) and not side_of(expr):
             return any(isinstance(node, Apply) and node.op == "//" for node in ex.walk(expr))
-        if not isinstance(expr, Apply) or expr.op not in _OPPOSITE:
+        if not isinstance(expr, Apply) or expr.op not in ex.OPPOSITE:
             return False
         if any(ex.result_type(arg, self.rule.types) != "int" for arg in expr.args):
             return False

@@ -95,6 +95,27 @@ def test_each_family(name: str, family: str) -> None:
     assert_right((out, lse), exact(q, k, v, given))
 
 
+def test_a_score_rule_that_drops_pairs_spares_their_tiles(fresh: Dispatcher) -> None:
+    """It reads what the mask reads too, by the same name: each has its own in the kernel."""
+    q, k, v = draw(LENGTH, 64, device=torch.device(DEVICE), dtype=DTYPE)
+    documents, width = torch.arange(LENGTH, device=DEVICE) // 300, 200
+
+    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx - kv_idx < width
+
+    def same(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        kept = (q_idx >= kv_idx) & (documents[q_idx] == documents[kv_idx])
+        return torch.where(kept, score * width / 100, -math.inf)
+
+    wanted = exact(q, k, v, Sample(near, same))
+    v[:, :, :64] = math.nan
+    seen = slice(512, LENGTH)  # no row of a tile with any of these sees a key of the first block
+    out, lse = flashgen.attention(q, k, v, mask=near, score_mod=same, return_lse=True)
+    assert_right((out[:, :, seen], lse[:, :, seen]), (wanted[0][:, :, seen], wanted[1][:, :, seen]))
+    told = flashgen.explain(q, k, v, mask=near, score_mod=same, return_lse=True)
+    assert told.family.startswith("attention_fwd") and fresh.resolves == 1
+
+
 def test_another_number_needs_no_other_kernel(fresh: Dispatcher) -> None:
     q, k, v = draw(LENGTH, 64, device=torch.device(DEVICE), dtype=DTYPE)
     outs = []

@@ -13,8 +13,10 @@ from torch.nn.attention import flex_attention as torchs
 
 import flashgen
 from flashgen.build.inputs import Inputs
-from flashgen.spec import masks
+from flashgen.build.reference import attention_reference
+from flashgen.spec import drops, masks
 from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.rule import apart
 
 LENGTH = 72  # no multiple of a tile
 
@@ -122,6 +124,26 @@ def test_rows_that_a_score_rule_leaves_nothing() -> None:
     assert not out[:, :, :20].any() and (lse[:, :, :20] == -math.inf).all()
     assert not out.isnan().any() and not lse.isnan().any()
     assert_equal(None, score_mod)
+
+
+def test_blocks_that_a_score_rule_drops_are_not_read() -> None:
+    """Values of NaN where no row sees a key: a weight of 0 times NaN would be NaN."""
+    width = 25
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        near = torch.where(q_idx - kv_idx < width, score + width, -math.inf)
+        return torch.where((q_idx >= kv_idx) & (kv_idx < 60), near, -math.inf)
+
+    q, k, v = draw(LENGTH, head_dim=16)
+    whole = flashgen.trace.score_mod(score_mod)
+    mask, rest = drops.as_mask(masks.full(), whole)
+    assert rest is not None and not rest.rule.may_drop
+    wanted = attention_reference(q, k, v, score_mod=whole, scale=0.25)
+    v[:, :, 64:] = math.nan  # a block of its own
+    rule = apart(mask.rule, rest.rule)
+    spec = AttentionSpec(16, 16, "fp32", mask.rule, rule, return_lse=True)
+    found = run(Inputs(q, k, v, mask, rest, 0.25, "bhsd", ""), spec, "m16n32w4s2_pointer_heads")
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_without_keys() -> None:

@@ -22,6 +22,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 import flashgen
 from flashgen.build.reference import attention_reference, evaluate_rule
 from flashgen.errors import InvalidArgument
+from flashgen.runtime import torch_path
+from flashgen.spec import masks, tiles
 from flashgen.spec.rule import Rule
 from flashgen.trace import mask_mod, rules, score_mod
 
@@ -533,6 +535,68 @@ def compiled_and_eager(function, *given) -> None:
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     for arguments in given:
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+NOTHING = -float("inf")
+
+
+def same_table(score, b, h, q_idx, kv_idx):
+    near = torch.where(q_idx - kv_idx < WINDOW, score * WINDOW, NOTHING)
+    return torch.where((q_idx >= kv_idx) & (TABLE[q_idx] == TABLE[kv_idx]), near, NOTHING)
+
+
+def padded(score, b, h, q_idx, kv_idx):
+    return score.masked_fill((q_idx < kv_idx) | (kv_idx % 2 == h % 2), NOTHING)
+
+
+def plain_causal(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, NOTHING)
+
+
+@pytest.mark.parametrize("score", [same_table, padded, plain_causal], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("mask", [None, "causal", window(8)], ids=str)
+def test_a_score_rule_that_drops_pairs_spares_their_tiles(
+    mask, score, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = draw(LENGTH)
+    calls = []
+    reference = torch_path.reference
+    monkeypatch.setattr(torch_path, "reference", lambda call: calls.append(call) or reference(call))
+    given = mask_mod(mask) if callable(mask) else masks.causal() if mask else masks.full()
+    wanted = attention_reference(q, k, v, mask=given, score_mod=score_mod(score), scale=0.3)
+    forms = (score, [score], score_mod(score))
+    for each in forms:
+        found = flashgen.attention(q, k, v, mask=mask, score_mod=each, scale=0.3, return_lse=True)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+    assert len(calls) == len(forms)
+    positions = {"q_idx": torch.arange(LENGTH)[:, None], "k_idx": torch.arange(LENGTH), "batch": 0, "head": 0}
+    positions |= {"q_len": LENGTH, "k_len": LENGTH, "score": torch.ones(LENGTH, LENGTH)}
+    seen = evaluate_rule(given, positions) & (evaluate_rule(score_mod(score), positions) > NOTHING)
+    needed = seen.reshape(LENGTH // TILE, TILE, LENGTH // TILE, TILE).any(3).any(1).sum()
+    for call in calls:
+        spec = call.workload().spec  # where both rules read a thing, each has a name of its own for it
+        assert spec.score_mod is None or not spec.score_mod.may_drop
+        assert visited(call.mask) == needed < (LENGTH // TILE) ** 2
+
+
+TILE = 4
+
+
+def visited(mask: masks.Mask) -> int:
+    """Tiles that a kernel visits of the first head."""
+    env = {"q_len": LENGTH, "k_len": LENGTH, "batch": 0, "head": 0}
+    env |= dict(zip((name for name, _ in mask.rule.params), mask.values, strict=True))
+    operands = (operand.name for operand in mask.rule.operands)
+    env |= dict(zip(operands, (tensor.tolist() for tensor in mask.tensors), strict=True))
+    return sum(len(partial) + len(full) for partial, full in tiles.visited(mask.rule, env, TILE, TILE))
+
+
+def test_compiled_code_spares_the_tiles_too() -> None:
+    q, k, v = draw(LENGTH)
+    made = score_mod(same_table)
+    compiled_and_eager(lambda q: flashgen.attention(q, k, v, score_mod=plain_causal), (q,))
+    compiled_and_eager(lambda q: flashgen.attention(q, k, v, mask="causal", score_mod=same_table), (q,))
+    compiled_and_eager(lambda q: flashgen.attention(q, k, v, score_mod=made), (q,))
 
 
 def test_compiled_code_takes_functions_in_one_graph() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -97,7 +98,7 @@ def test_a_result_shows_itself_in_a_line(store: TuningDB) -> None:
     assert winner is not None
     told = f"<Summary b4h32kv8q4096k4096: {winner.config.name}, {winner.median_us:.1f} us>"
     assert repr(result.summaries[0]) == told and told in repr(result)
-    assert repr(result).startswith("<TuneResult nvidia-h200, 0 s: ") and len(repr(result)) < 200
+    assert re.match(r"<TuneResult nvidia-h200, \d+ s: ", repr(result)) and len(repr(result)) < 200
     nothing = replace(result.summaries[0], winner=None, problem="it does not fit")
     assert repr(nothing) == "<Summary b4h32kv8q4096k4096: it does not fit>"
 
