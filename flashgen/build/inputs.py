@@ -221,6 +221,9 @@ def density(workload: Workload) -> str:
     """How `make_inputs` invents the operands of a workload's rules; `full` when they have none."""
     rules = [rule for rule in (workload.spec.mask, workload.spec.score_mod) if rule is not None]
     kinds = {_invention(rule, operand).told for rule in rules for operand in rule.operands}
+    if workload.documents:
+        kinds.discard(_DOCUMENTS.told)
+        kinds.add(f"{workload.documents} documents, cut at places drawn evenly")
     if workload.spec.packed:
         kinds.add("packed lengths uniform around their mean, one the longest")
     return ", ".join(sorted(kinds)) or "full"
@@ -265,11 +268,17 @@ def _right_padding(workload: Workload, shape: _Shape, generator: torch.Generator
 
 
 def _documents(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
-    """Numbered from 0 in each sequence, the last one cut off at the sequence's end."""
+    """Numbered from 0 in each sequence: as many as the workload says, between places drawn evenly, or else of
+    drawn lengths, the last one cut off at the sequence's end.
+    """
+    keys = torch.arange(workload.k_len).expand(workload.batch, -1).contiguous()
+    if workload.documents:
+        cuts = (workload.batch, workload.documents - 1)
+        starts = torch.randint(0, workload.k_len + 1, cuts, generator=generator)
+        return torch.searchsorted(starts.sort().values, keys, right=True)
     least = -(-workload.k_len // 16)
     most = max(least, workload.k_len // 4)
     lengths = torch.randint(least, most + 1, (workload.batch, 16), generator=generator)
-    keys = torch.arange(workload.k_len).expand(workload.batch, -1).contiguous()
     return torch.searchsorted(lengths.cumsum(1), keys, right=True)
 
 

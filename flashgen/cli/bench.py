@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashgen.measure.bench import Clock
     from flashgen.measure.child import Failure
     from flashgen.measure.peers import Launch
+    from flashgen.runtime.explain import Explanation
     from flashgen.spec.attention import Workload
 
 HOST_US = 1000.0
@@ -35,8 +36,11 @@ which counts as its kernel's time where that is timed between two events."""
 OURS = "flashgen"
 WIDENED = "flashgen-16bit"
 """FlashGen on the values of 8-bit inputs in 16 bits, as its peers take them: what 8 bits gain."""
+WHOLE = "flashgen-full"
+"""FlashGen on as many keys for each block of queries as the mask makes it visit, without mask, score rule and
+sinks: what the same tiles cost there."""
 COMPARED = (OURS, "cudnn", "fa2", "fa4", "flex")
-IMPLS = (*COMPARED, WIDENED)
+IMPLS = (*COMPARED, WIDENED, WHOLE)
 SHAPE = (
     "op",
     "dtype",
@@ -52,6 +56,8 @@ SHAPE = (
     "k_len",
 )
 """The columns that say what was computed."""
+OTHERS = ("sinks", "density")
+"""Those of calls that have any: the dtype of the sinks, and how tensors that rules read were drawn."""
 TOTALS = ("total_q", "total_k")
 """Those of packed sequences besides: all their tokens; `q_len` and `k_len` are of the longest."""
 
@@ -72,7 +78,8 @@ TOTALS = ("total_q", "total_k")
     default=",".join(COMPARED),
     show_default=True,
     help="What to compare, by commas; what is not installed is left out, with the reason. "
-    f"{WIDENED}: ours on the values of 8-bit inputs in 16 bits, as the peers take them.",
+    f"{WIDENED}: ours on the values of 8-bit inputs in 16 bits, as the peers take them. "
+    f"{WHOLE}: ours on full attention with as many tiles, for the speed per tile.",
 )
 @click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds over all.")
 @click.option(
@@ -110,6 +117,7 @@ def bench(
       flashgen bench --suite llama3-8b --out benchmarks/nvidia-h200/slice.json
       flashgen bench --head-dim 64 --seq 4096 --mask causal --impls flashgen,cudnn,fa2 --passes 5
       flashgen bench --varlen 32768 --seq 4096 --mask causal
+      flashgen bench --suite masks --jobs 12 --impls flashgen,flashgen-full,fa4,flex
     """
     from flashgen.build.device import live_target
     from flashgen.store.files import replaceable
@@ -214,10 +222,11 @@ def _result(workload: Workload, run: str, impls: Sequence[str], answer: Rows | F
 
 def shape_of(workload: Workload) -> dict[str, Any]:
     """The columns that say what was computed, numbers of rules filled in."""
-    from flashgen.build.inputs import make_rules
+    from flashgen.build.inputs import density, make_rules
 
     spec = workload.spec
     mask, score_mod = make_rules(workload)
+    read = any(rule.operands for rule in (spec.mask, spec.score_mod) if rule is not None)
     return {
         "op": spec.op,
         "dtype": spec.dtype_label,
@@ -231,6 +240,8 @@ def shape_of(workload: Workload) -> dict[str, Any]:
         "kv_heads": workload.kv_heads,
         "q_len": workload.q_len,
         "k_len": workload.k_len,
+        **({"sinks": spec.sinks} if spec.sinks else {}),
+        **({"density": density(workload)} if read else {}),
         **({name: getattr(workload, name) for name in TOTALS} if spec.packed else {}),
     }
 
@@ -270,7 +281,7 @@ def compared(workload: Workload, opposed: Ready, clock: Clock, passes: int, floo
     from flashgen.measure.bench import compare
     from flashgen.spec.record import Status
 
-    launches, families, errors, left_out = opposed
+    launches, families, errors, left_out, visits = opposed
     timings = {}
     if launches:
         timings = compare(launches, clock, passes=passes, floor_us=floor_us, graph_below_us=HOST_US)
@@ -287,11 +298,38 @@ def compared(workload: Workload, opposed: Ready, clock: Clock, passes: int, floo
                 "ms_min": timing.min_us / 1e3,
                 "ms_max": timing.max_us / 1e3,
                 "passes": timing.passes,
-                **rate(workload, timing.median_us),
+                **rate(visits[name].workload if name in visits else workload, timing.median_us),
                 "max_error": errors[name],
+                **(visits[name].columns() if name in visits else {}),
             }
         )
+    times = {row["impl"]: row["ms_median"] for row in rows}
+    if WHOLE in times and OURS in times:
+        of_a_key = {name: times[name] / visits[name].keys for name in (OURS, WHOLE)}
+        row = next(row for row in rows if row["impl"] == OURS)
+        row["speed_per_tile"] = of_a_key[WHOLE] / of_a_key[OURS]
     return rows, left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """Which tiles a kernel of ours visits."""
+
+    workload: Workload
+    """What it computes."""
+    block_m: int
+    block_n: int
+    tiles: float
+    """Blocks of keys for each block of queries, on average."""
+
+    @property
+    def keys(self) -> float:
+        """Keys that a query meets, on average: kernels with other tiles compare by these."""
+        return self.tiles * self.block_n
+
+    def columns(self) -> dict[str, Any]:
+        """Of a row."""
+        return {"tile": f"{self.block_m}x{self.block_n}", "tiles": round(self.tiles, 3)}
 
 
 class Ready(NamedTuple):
@@ -304,6 +342,8 @@ class Ready(NamedTuple):
     """The largest error against the float32 reference."""
     left_out: dict[str, str]
     """Those that cannot run or are wrong, and why."""
+    visits: dict[str, Visits]
+    """Of our kernels; not where torch answers, nor of packed sequences."""
 
 
 def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
@@ -314,26 +354,32 @@ def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
 
     inputs = make_inputs(workload, device)
     expected = Expected(inputs, workload.spec)
-    launches: dict[str, Launch] = {}
-    families: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    left_out: dict[str, str] = {}
+    made = Ready({}, {}, {}, {}, {})
     for name in impls:
+        judge = expected
         try:
-            if name in (OURS, WIDENED):
-                launch, families[name] = _ours(inputs if name == OURS else _widened(inputs))
+            if name == WHOLE:
+                whole = _whole(workload, inputs)
+                given = make_inputs(whole, device)
+                judge = Expected(given, whole.spec)
+                launch, made.families[name], visits = _ours(whole, given)
+            elif name in (OURS, WIDENED):
+                given = inputs if name == OURS else _widened(inputs)
+                launch, made.families[name], visits = _ours(workload, given)
             else:
-                launch, families[name] = build_peer(name, inputs), ""
+                launch, made.families[name], visits = build_peer(name, inputs), "", None
         except FlashGenError as error:
-            left_out[name] = str(error)
+            made.left_out[name] = str(error)
             continue
-        verdict = expected.judge(launch())
-        errors[name] = verdict.max_error
-        if verdict.ok:
-            launches[name] = launch
-        else:
-            left_out[name] = f"wrong: {verdict.reason}"
-    return Ready(launches, families, errors, left_out)
+        verdict = judge.judge(launch())
+        made.errors[name] = verdict.max_error
+        if not verdict.ok:
+            made.left_out[name] = f"wrong: {verdict.reason}"
+            continue
+        made.launches[name] = launch
+        if visits is not None:
+            made.visits[name] = visits
+    return made
 
 
 def _widened(inputs: Inputs) -> Inputs:
@@ -342,8 +388,30 @@ def _widened(inputs: Inputs) -> Inputs:
     return inputs.widened()
 
 
-def _ours(inputs: Inputs) -> tuple[Launch, str]:
-    """FlashGen as a user calls it, and the family of the kernel that answers; `torch` where none does."""
+def _whole(workload: Workload, inputs: Inputs) -> Workload:
+    """Full attention of the same queries, of as many keys as our kernel visits under the mask.
+
+    Raises:
+        Unsupported: this is full attention, or no kernel of ours answers whose tiles could be counted.
+    """
+    from flashgen.spec.attention import FULL
+
+    plain = replace(workload.spec, mask=FULL, score_mod=None, sinks="")
+    if plain == workload.spec:
+        raise Unsupported(f"{WHOLE} is for masks, score rules and sinks: here it would be {OURS} again")
+    _, family, visits = _ours(workload, inputs)
+    if visits is None:
+        raise Unsupported(
+            f"{WHOLE} counts the tiles of a kernel of ours for dense calls; here {family} answers"
+        )
+    keys = max(round(visits.tiles), 1) * visits.block_n
+    return replace(workload, spec=plain, k_len=keys, params=(), documents=0)
+
+
+def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str, Visits | None]:
+    """FlashGen as a user calls it, the family of the kernel that answers, `torch` where none does, and the
+    tiles that it visits.
+    """
     from flashgen import api
     from flashgen.measure.peers import Packed
 
@@ -357,15 +425,27 @@ def _ours(inputs: Inputs) -> tuple[Launch, str]:
     if inputs.packed is not None:
         q, k, v = q[0], k[0], v[0]
         places = Packed.of(inputs.packed).arguments()
-        family = api.explain(q, k, v, **places, **rules).family
-        return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), family
+        told = api.explain(q, k, v, **places, **rules)
+        return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), told.family, None
     options: dict[str, Any] = {
         **rules,
         "layout": inputs.layout,
         **({} if inputs.quantized is None else inputs.quantized.arguments()),
     }
-    family = api.explain(q, k, v, **options).family
-    return lambda: inputs.bhsd(api.attention(q, k, v, **options)), family
+    told = api.explain(q, k, v, **options)
+    return lambda: inputs.bhsd(api.attention(q, k, v, **options)), told.family, _visits(workload, told)
+
+
+def _visits(workload: Workload, told: Explanation) -> Visits | None:
+    from flashgen.codegen.families import FAMILIES
+    from flashgen.measure import roofline
+
+    family = FAMILIES.get(told.family)
+    if family is None:
+        return None
+    tiling = family.tiling(family.find(told.runs))
+    tiles = roofline.tiles(workload, tiling.block_m, tiling.block_n)
+    return Visits(workload, tiling.block_m, tiling.block_n, tiles)
 
 
 def rate(workload: Workload, median_us: float) -> dict[str, float]:
@@ -448,7 +528,7 @@ def _merged_header(
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What was computed."""
-    return (*(row[name] for name in SHAPE), *(row.get(name) for name in TOTALS))
+    return (*(row[name] for name in SHAPE), *(row.get(name) for name in (*OTHERS, *TOTALS)))
 
 
 def _merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -492,9 +572,13 @@ def _show(page: Console, results: Sequence[Result], names: Sequence[str]) -> Non
 
 def comparison(results: Sequence[Result], names: Sequence[str]) -> Table:
     """A row for each shape: rates, and how many times faster FlashGen is than each peer."""
-    peers = [name for name in names if name != OURS and any(_row(each, name) for each in results)]
+    peers = [
+        name for name in names if name not in (OURS, WHOLE) and any(_row(each, name) for each in results)
+    ]
     ours = OURS in names
     ratios = [f">vs {name}" for name in peers] if ours else []
+    if whole := ours and any("speed_per_tile" in row for result in results for row in result.rows):
+        ratios.append(">per tile")
     title = "TFLOP/s (decoding: TB/s of K and V), and FlashGen's speed over each peer's"
     rates = [f">{OURS}", *(f"?>{name}" for name in peers)] if ours else [f">{name}" for name in peers]
     made = Table(title, "workload", "sizes", *rates, *ratios)
@@ -503,6 +587,9 @@ def comparison(results: Sequence[Result], names: Sequence[str]) -> Table:
         cells = [_rate(row) for row in ([mine] if ours else []) + [_row(result, name) for name in peers]]
         if ours:
             cells += [_ratio(mine, _row(result, name)) for name in peers]
+        if whole:
+            share = (mine or {}).get("speed_per_tile")
+            cells.append("-" if share is None else f"{share:.2f}")
         made.add_row(result.workload.spec.key, result.workload.name, *cells)
     return made
 

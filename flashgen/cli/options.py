@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -47,9 +47,9 @@ class FilePath(click.Path):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The workloads a command line names: of a suite, of a model, or of explicit sizes."""
+    """The workloads a command line names: of suites, of a model, or of explicit sizes."""
 
-    suite: str | None = None
+    suite: tuple[str, ...] = ()
     model: str | None = None
     head_dim: int | None = None
     head_dim_v: int | None = None
@@ -61,6 +61,7 @@ class Selection:
     k_len: int | None = None
     varlen: int | None = None
     mask: tuple[str, ...] = ()
+    documents: int | None = None
     score: str | None = None
     sinks: str | None = None
     dtype: str | None = None
@@ -101,9 +102,9 @@ class Selection:
         Raises:
             InvalidArgument: nothing was, two ways were mixed, or a size or name is not served.
         """
-        if self.suite is not None:
+        if self.suite:
             self._refuse("--suite", "names its shapes", "suite")
-            return suite_workloads(self.suite)
+            return tuple(dict.fromkeys(each for name in self.suite for each in suite_workloads(name)))
         if self.model is not None:
             self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
             self._check_sizes()
@@ -123,7 +124,10 @@ class Selection:
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
         lengths = self.seq or (only_keys if self.q_len is None else self.q_len,)
         return tuple(
-            workload if self.varlen is None else packed(workload, self.varlen)
+            replace(
+                workload if self.varlen is None else packed(workload, self.varlen),
+                documents=self.documents or 0,
+            )
             for length in lengths
             for workload in workloads_from_args(
                 head_dim=128 if self.head_dim is None else self.head_dim,
@@ -156,7 +160,12 @@ def _listed(names: Any) -> str:
 
 
 _WORKLOAD_OPTIONS = (
-    click.option("--suite", metavar="NAME", help=f"A named set of workloads: {_listed(SUITES)}."),
+    click.option(
+        "--suite",
+        metavar="NAME",
+        multiple=True,
+        help=f"A named set of workloads: {_listed(SUITES)}; repeatable.",
+    ),
     click.option(
         "--model",
         metavar="FILE",
@@ -183,6 +192,12 @@ _WORKLOAD_OPTIONS = (
         multiple=True,
         help=f"{_listed(masks.MASKS)}, joined by &, |, ~: 'causal & sliding_window(1023, 0)'; repeatable.  "
         "[default: full]",
+    ),
+    click.option(
+        "--documents",
+        type=int,
+        help="Documents of each sequence under a document mask, cut at random.  "
+        "[default: lengths from a 16th to a quarter of the keys]",
     ),
     click.option("--score", metavar="RULE", help=f"{_listed(score_mods.SCORE_MODS)}: 'softcap(30.0)'."),
     click.option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from flashgen.build.inputs import Inputs
 from flashgen.errors import Unsupported
+from flashgen.spec import expr as ex
 from flashgen.spec import masks, score_mods
+from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 
 Launch = Callable[[], Tensor]
@@ -36,9 +38,15 @@ WINDOWS: Mapping[Rule, Callable[..., Window]] = {
     (masks.causal() & masks.sliding_window(1, 1)).rule: lambda left, right: (left, 0),
     (masks.causal() & masks.sliding_window(1, None)).rule: lambda left: (left, 0),
 }
-"""The masks that peers know, as the window each is; the numbers are the mask's own."""
+"""The masks that every peer knows, as the window each is; the numbers are the mask's own."""
 
-SOFTCAP = score_mods.softcap(1.0).rule
+DOCUMENTS: Mapping[Rule, Window] = {
+    **{masks.document(dtype).rule: (None, None) for dtype in ("i32", "i64")},
+    **{(masks.causal() & masks.document(dtype)).rule: (None, 0) for dtype in ("i32", "i64")},
+}
+"""The masks of documents, and the window within each."""
+
+SOFTCAP, ALIBI = score_mods.softcap(1.0).rule, score_mods.alibi().rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +98,67 @@ class Problem:
     """(batch, heads, q_len, head_dim); k and v likewise. Packed sequences are the rows of one."""
     k: Tensor
     v: Tensor
-    window: Window
-    cap: float | None
+    window: Window | None
+    """None where the mask is no window: FlexAttention asks `inputs.mask`."""
     packed: Packed | None = None
 
     @classmethod
     def of(cls, inputs: Inputs) -> Problem:
-        """Reads the mask and score rule; 8-bit tensors as the 16-bit ones that peers take.
-
-        Raises:
-            Unsupported: no peer knows them.
-        """
+        """Reads the mask; 8-bit tensors as the 16-bit ones that peers take."""
         inputs = inputs.widened()
-        mask, score_mod = inputs.mask, inputs.score_mod
-        if inputs.sinks is not None:
-            raise Unsupported("peers are compared without sinks")
-        if mask.rule not in WINDOWS:
-            raise Unsupported(f"peers are compared on full, causal and window masks, not {mask.describe()}")
-        if score_mod is not None and score_mod.rule != SOFTCAP:
-            raise Unsupported(
-                f"peers are compared without a score rule or with softcap, not {score_mod.describe()}"
-            )
+        mask = inputs.mask
         q, k, v = (inputs.bhsd(each) for each in (inputs.q, inputs.k, inputs.v))
         packed = None if inputs.packed is None else Packed.of(inputs.packed)
+        if mask.rule not in WINDOWS:
+            return cls(inputs, q, k, v, None, packed)
         q_len, k_len = (q.shape[2], k.shape[2]) if packed is None else (packed.max_q, packed.max_k)
         left, right = WINDOWS[mask.rule](*mask.values)
         # A side that reaches past the sequence is none: a single query under a causal mask sees every key.
         left = None if left is None or left >= k_len - 1 else left
         right = None if right is None or right >= q_len - 1 else right
-        cap = None if score_mod is None else float(score_mod.values[0])
-        return cls(inputs, q, k, v, (left, right), cap, packed)
+        return cls(inputs, q, k, v, (left, right), packed)
+
+    def windowed(self) -> Problem:
+        """For peers that know windows alone: documents of one row are packed sequences.
+
+        Raises:
+            Unsupported: the mask is neither.
+        """
+        mask = self.inputs.mask
+        if self.window is not None:
+            return self
+        if self.packed is not None:
+            raise Unsupported(
+                f"packed sequences are compared on full, causal and window masks, not {mask.describe()}"
+            )
+        if mask.rule not in DOCUMENTS:
+            raise Unsupported(f"only FlexAttention is compared on {mask.describe()}")
+        (ids,) = mask.tensors
+        if self.q.shape[0] > 1 or self.q.shape[2] != self.k.shape[2] or bool((ids.diff() < 0).any()):
+            raise Unsupported(
+                "documents are packed sequences where they are one row of queries and keys, batch 1, and "
+                "follow each other"
+            )
+        ends = ids.new_tensor([0]), ids[0].diff().nonzero().flatten() + 1, ids.new_tensor([ids.shape[1]])
+        starts = torch.cat(ends).to(torch.int32)
+        return replace(self, window=DOCUMENTS[mask.rule], packed=Packed.of((starts, starts)))
+
+    def cap(self, title: str, known: bool = True) -> float | None:
+        """Of softcap, for peers that know no other score rule.
+
+        Args:
+            title: the peer's.
+            known: whether it knows even that.
+
+        Raises:
+            Unsupported: the score rule is another one.
+        """
+        score_mod = self.inputs.score_mod
+        if score_mod is None:
+            return None
+        if not known or score_mod.rule != SOFTCAP:
+            raise Unsupported(f"{title} has no {score_mod.describe()}")
+        return float(score_mod.values[0])
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of packed sequences as (tokens, heads, head_dim), contiguous."""
@@ -141,8 +180,7 @@ def _sdpa(backend: str) -> Callable[[Problem], Launch]:
         from torch.nn.attention.bias import causal_lower_right
         from torch.nn.functional import scaled_dot_product_attention
 
-        if problem.cap is not None:
-            raise Unsupported("torch's scaled_dot_product_attention has no softcap")
+        problem.cap("torch's scaled_dot_product_attention", known=False)
         if problem.window not in ((None, None), (None, 0)):
             raise Unsupported("torch's scaled_dot_product_attention has no sliding window")
         q, k, v = problem.q, problem.k, problem.v
@@ -170,9 +208,8 @@ def _varlen_attn(problem: Problem) -> Launch:
     except ImportError as error:
         raise Unsupported("this torch has no attention of packed sequences (varlen_attn)") from error
 
-    if problem.cap is not None:
-        raise Unsupported("torch's varlen_attn has no softcap")
-    assert problem.packed is not None
+    problem.cap("torch's varlen_attn", known=False)
+    assert problem.packed is not None and problem.window is not None
     q, k, v = problem.tokens()
     of, (left, right) = problem.packed, problem.window
     options: dict[str, Any] = {
@@ -191,12 +228,23 @@ def _varlen_attn(problem: Problem) -> Launch:
     return launch
 
 
+# FlexAttention, in the words of who writes for it
+
+
 Keep = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """FlexAttention's `mask_mod`: (batch, head, q_idx, k_idx) -> whether the pair is seen."""
+Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's `score_mod`: (score, batch, head, q_idx, k_idx) -> score."""
 
 
 def mask_mod(problem: Problem) -> Keep | None:
-    """The window of a problem; None where every query sees every key."""
+    """The mask of a problem; None where every query sees every key.
+
+    Raises:
+        Unsupported: a mask that nobody wrote down here for FlexAttention.
+    """
+    if problem.window is None:
+        return _other_mask_mod(problem)
     offset = problem.k.shape[2] - problem.q.shape[2]
     left, right = (2**30 if side is None else side for side in problem.window)
 
@@ -214,12 +262,90 @@ def mask_mod(problem: Problem) -> Keep | None:
     return before if problem.window[1] is None else after if problem.window[0] is None else both
 
 
+def _other_mask_mod(problem: Problem) -> Keep:
+    mask, k_len = problem.inputs.mask, problem.k.shape[2]
+    make = MASK_MODS.get(mask.rule)
+    if make is None and (near := _on_a_grid(mask, k_len)):
+        return near
+    if make is None:
+        raise Unsupported(f"FlexAttention is not compared on {mask.describe()}; known: {', '.join(_KNOWN)}")
+    if problem.q.shape[2] != k_len:
+        raise Unsupported(f"FlexAttention is compared on {mask.describe()} with as many queries as keys")
+    return make(*mask.tensors)
+
+
+def _same_document(ids: Tensor) -> Keep:
+    return lambda batch, head, q_idx, k_idx: ids[batch, q_idx] == ids[batch, k_idx]
+
+
+def _causal_in_document(ids: Tensor) -> Keep:
+    return lambda batch, head, q_idx, k_idx: (q_idx >= k_idx) & (ids[batch, q_idx] == ids[batch, k_idx])
+
+
+def _prefix(lengths: Tensor) -> Keep:
+    return lambda batch, head, q_idx, k_idx: (k_idx < lengths[batch]) | (q_idx >= k_idx)
+
+
+def _on_a_grid(mask: Mask, k_len: int) -> Keep | None:
+    """Of a neighbourhood on a grid: its width is compiled into the rule, so it is tried and not read."""
+    if mask.rule.params != _GRID.rule.params:
+        return None
+    height, kernel_h, kernel_w = map(int, mask.values)
+    width = k_len // height
+    if kernel_w > width or masks.neighborhood((height, width), (kernel_h, kernel_w)).rule != mask.rule:
+        return None
+    return _near((height, width), (kernel_h, kernel_w))
+
+
+def _near(grid: tuple[int, int], kernel: tuple[int, int]) -> Keep:
+    (height, width), (kernel_h, kernel_w) = grid, kernel
+
+    def keep(batch: Tensor, head: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        top = (q_idx // width - kernel_h // 2).clamp(0, height - kernel_h)
+        left = (q_idx % width - kernel_w // 2).clamp(0, width - kernel_w)
+        down, across = k_idx // width - top, k_idx % width - left
+        return (down >= 0) & (down < kernel_h) & (across >= 0) & (across < kernel_w)
+
+    return keep
+
+
+_GRID = masks.neighborhood((1, 1), (1, 1))
+MASK_MODS: Mapping[Rule, Callable[..., Keep]] = {
+    **{masks.document(dtype).rule: _same_document for dtype in ("i32", "i64")},
+    **{(masks.causal() & masks.document(dtype)).rule: _causal_in_document for dtype in ("i32", "i64")},
+    **{masks.prefix_lm(dtype).rule: _prefix for dtype in ("i32", "i64")},
+}
+"""Masks that are no windows, of as many queries as keys, by their tensors."""
+_KNOWN = ("full", "causal", "windows", "document", "causal & document", "prefix_lm", "neighborhood of a grid")
+
+
+def score_mod(problem: Problem) -> Change | None:
+    """The score rule of a problem.
+
+    Raises:
+        Unsupported: one that nobody wrote down here for FlexAttention.
+    """
+    rule, offset = problem.inputs.score_mod, problem.k.shape[2] - problem.q.shape[2]
+    if rule is None or rule.rule == SOFTCAP:
+        cap = problem.cap("FlexAttention")
+        return None if cap is None else lambda score, batch, head, q_idx, k_idx: cap * torch.tanh(score / cap)
+    if rule.rule != ALIBI or problem.packed is not None:
+        raise Unsupported(f"FlexAttention is not compared with {rule.describe()}; known: softcap, alibi")
+    (slopes,) = rule.tensors
+    return lambda score, batch, head, q_idx, k_idx: score - slopes[head] * (q_idx + offset - k_idx).abs()
+
+
 def packed_mask_mod(problem: Problem) -> Keep:
-    """The window of a problem of packed sequences within each, over all tokens: a document mask."""
-    assert problem.packed is not None
+    """The window of a problem of packed sequences within each, over all tokens: a document mask.
+
+    Raises:
+        Unsupported: the mask is no window.
+    """
+    window = problem.windowed().window
+    assert problem.packed is not None and window is not None
     document_of_q, document_of_k = problem.packed.documents()
     row_at, key_at = problem.packed.positions()
-    left, right = (2**30 if side is None else side for side in problem.window)
+    left, right = (2**30 if side is None else side for side in window)
 
     def alone(batch: Tensor, head: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
         return document_of_q[q_idx] == document_of_k[k_idx]
@@ -228,35 +354,43 @@ def packed_mask_mod(problem: Problem) -> Keep:
         distance = row_at[q_idx] - key_at[k_idx]
         return (document_of_q[q_idx] == document_of_k[k_idx]) & (distance <= left) & (-distance <= right)
 
-    return alone if problem.window == (None, None) else windowed
+    return alone if window == (None, None) else windowed
 
 
 def _flex(keep_of: Callable[[Problem], Keep | None]) -> Callable[[Problem], Launch]:
     def build(problem: Problem) -> Launch:
         import torch._dynamo.config as dynamo
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         # At its recompile limit FlexAttention goes on without its kernel, forty times slower: fail instead.
         dynamo.fail_on_recompile_limit_hit = True
         q, k, v = (each.contiguous() for each in (problem.q, problem.k, problem.v))
         q_len, k_len = q.shape[2], k.shape[2]
-        cap = problem.cap or 1.0
-
-        def capped(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-            return cap * torch.tanh(score / cap)
-
-        block_mask, keep = None, keep_of(problem)
+        inputs, block_mask, keep = problem.inputs, None, keep_of(problem)
         if keep is not None:
             # Written out, the mask of a long sequence would not fit into memory.
             create = torch.compile(create_block_mask) if q_len * k_len > 2**30 else create_block_mask
-            block_mask = create(keep, None, None, q_len, k_len, device=q.device)
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+            differs = inputs.packed is None and "batch" in ex.free_symbols(inputs.mask.rule.expr)
+            batch = q.shape[0] if differs else None
+            block_mask = create(keep, batch, None, q_len, k_len, device=q.device)
         options: dict[str, Any] = {
-            "score_mod": None if problem.cap is None else capped,
+            "score_mod": score_mod(problem),
             "block_mask": block_mask,
-            "scale": problem.inputs.scale,
+            "scale": inputs.scale,
             "enable_gqa": problem.grouped,
         }
+        sinks = inputs.sinks
+
+        def with_sinks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            # The keys' share of a row's weight, of which the sink has the rest and no value.
+            assert sinks is not None
+            out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+            share = torch.sigmoid(aux.lse - sinks.float()[:, None])
+            left: Tensor = (out * share[..., None]).to(out.dtype)
+            return left
+
+        attend: Any = flex_attention if sinks is None else with_sinks
+        compiled: Callable[..., Tensor] = torch.compile(attend, dynamic=False, fullgraph=True)
         return lambda: compiled(q, k, v, **options)
 
     return build
@@ -279,8 +413,11 @@ def _fa4_options(problem: Problem) -> dict[str, Any]:
         options["causal"] = True  # bottom-right
     elif problem.window != (None, None):
         options["window_size"] = problem.window
-    if problem.cap is not None:
-        options["softcap"] = problem.cap
+    cap = problem.cap("FlashAttention-4")
+    if cap is not None:
+        options["softcap"] = cap
+    if problem.inputs.sinks is not None:
+        options["learnable_sink"] = problem.inputs.sinks
     return options
 
 
@@ -311,13 +448,19 @@ class Peer:
     build: Callable[[Problem], Launch]
     packed: Callable[[Problem], Launch] | None
     """Of packed sequences; None where it has no such thing."""
+    any_mask: bool = False
+    """Whether it is asked for masks that are no windows as they are."""
+    sinks: bool = False
+    """Whether it knows sinks."""
 
 
 PEERS: Mapping[str, Peer] = {
     "cudnn": Peer("cuDNN through torch's SDPA", _sdpa("CUDNN_ATTENTION"), None),
     "fa2": Peer("FlashAttention-2 in torch", _sdpa("FLASH_ATTENTION"), _varlen_attn),
-    "fa4": Peer("FlashAttention-4 (CuTe DSL)", _fa4, _fa4_varlen),
-    "flex": Peer("torch.compile(flex_attention)", _flex(mask_mod), _flex(packed_mask_mod)),
+    "fa4": Peer("FlashAttention-4 (CuTe DSL)", _fa4, _fa4_varlen, sinks=True),
+    "flex": Peer(
+        "torch.compile(flex_attention)", _flex(mask_mod), _flex(packed_mask_mod), any_mask=True, sinks=True
+    ),
 }
 
 
@@ -328,6 +471,10 @@ def build_peer(name: str, inputs: Inputs) -> Launch:
         Unsupported: it is not installed, or does not compute this; the message says which.
     """
     problem, peer = Problem.of(inputs), PEERS[name]
+    if not peer.any_mask:
+        problem = problem.windowed()
+    if inputs.sinks is not None and not peer.sinks:
+        raise Unsupported(f"{peer.title} has no sinks")
     build = peer.build if problem.packed is None else peer.packed
     if build is None:
         raise Unsupported(f"{peer.title} takes no packed sequences")

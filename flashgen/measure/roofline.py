@@ -15,6 +15,7 @@ from flashgen.spec import expr as ex
 from flashgen.spec.attention import Workload, length_code
 from flashgen.spec.masks import Mask
 from flashgen.spec.target import Target
+from flashgen.spec.tiles import visited
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,8 @@ SLACK = 1.05
 _PAIRS, _PAIRS_AT_ONCE = 2**22, 2**17
 """What a mask is evaluated on where a workload has more, and at once: 1 MB for each intermediate result."""
 _ROWS, _HEADS, _BATCH = 1024, 32, 256
+_COUNTED = 4
+"""Sequences, and heads of each, whose tiles are counted: lists of 16,384 tokens take up to 5 s each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,40 @@ class _Table:
     def __getitem__(self, indices: tuple[Any, ...]) -> Tensor:
         drawn = zip(indices, self._table.shape, self._sizes, strict=False)
         return self._table[tuple(index * have // size for index, have, size in drawn)]
+
+
+@lru_cache(maxsize=512)
+def tiles(workload: Workload, block_m: int, block_n: int) -> float:
+    """Blocks of keys that a kernel visits for a block of queries, on average: see `spec.tiles.visited`.
+
+    Of sequences and heads that the mask tells apart, some.
+
+    Args:
+        workload: of sequences that are not packed; its mask has the operands that `inputs` draws.
+        block_m: queries of a block.
+        block_n: keys of a block.
+    """
+    from flashgen.build.inputs import make_rules
+
+    mask, _ = make_rules(workload)
+    rule = mask.rule
+    varies = ex.free_symbols(rule.expr)
+    batch = _spread(workload.batch if "batch" in varies else 1, _COUNTED).tolist()
+    heads = _spread(workload.heads if varies & {"head", "kv_head"} else 1, _COUNTED).tolist()
+    env: dict[str, Any] = {"q_len": workload.q_len, "k_len": workload.k_len}
+    env |= {name: value for (name, _), value in zip(rule.params, mask.values, strict=True)}
+    env |= {each.name: table.tolist() for each, table in zip(rule.operands, mask.tensors, strict=True)}
+    blocks = [
+        len(partial) + len(full)
+        for sequence, head in itertools.product(batch, heads)
+        for partial, full in visited(
+            rule,
+            env | {"batch": sequence, "head": head, "kv_head": head // workload.heads_per_kv},
+            block_m,
+            block_n,
+        )
+    ]
+    return sum(blocks) / len(blocks)
 
 
 def flops(workload: Workload) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashgen.errors import InvalidArgument
+from flashgen.spec import expr as ex
 from flashgen.spec import masks
 from flashgen.spec.form import brief, shown
 from flashgen.spec.rule import Rule
@@ -219,6 +220,16 @@ def number_code(value: float) -> int:
     return int(math.copysign(round(math.log2(abs(value))) + 64, value))
 
 
+def _reads_documents(mask: Rule) -> bool:
+    """Whether a mask reads an integer for each key of a sequence."""
+    wanted = (ex.Symbol("batch"), ex.Symbol("k_idx"))
+    return any(load.indices == wanted and mask.types[load.operand] == "int" for load in ex.loads(mask.expr))
+
+
+_LEAST = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 0, "k_len": 0, "documents": 0}
+"""Of a workload's sizes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A spec with sizes: what is tuned, and what a call looks up.
@@ -238,9 +249,12 @@ class Workload:
     total_q: int = 0
     """Query tokens of all packed sequences; 0 of any other call, as is `total_k`."""
     total_k: int = 0
+    documents: int = 0
+    """How many documents a document mask has in each sequence, where that is known: no call can tell without
+    asking the GPU, so only inputs made for this workload have so many. 0 is not known."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("q_len", 0), ("k_len", 0)):
+        for name, least in _LEAST.items():
             if not least <= getattr(self, name) <= MAX_INDEX:
                 given = brief(str(getattr(self, name)), 40)
                 raise InvalidArgument(f"{name}={given} must be at least {least} and at most {MAX_INDEX}")
@@ -250,6 +264,11 @@ class Workload:
                 "each key head serves a whole group of query heads"
             )
         self._check_totals()
+        if self.documents and not _reads_documents(self.spec.mask):
+            raise InvalidArgument(
+                f"documents={self.documents} is for masks that read the document of each key, and "
+                f"{shown(self.spec.mask.text)} does not; leave it out, or name a mask such as document"
+            )
         rows = self.batch * self.heads
         if rows > MAX_INDEX:
             raise InvalidArgument(
@@ -310,7 +329,9 @@ class Workload:
         """Short and readable: `b4h32kv8q4096k4096`; of packed sequences with `_of9000k9000`, the totals."""
         params = "".join(f"_{name}{value:g}" for name, value in self.params)
         totals = f"_of{self.total_q}k{self.total_k}" if self.spec.packed else ""
-        return f"b{self.batch}h{self.heads}kv{self.kv_heads}q{self.q_len}k{self.k_len}{totals}{params}"
+        documents = f"_documents{self.documents}" if self.documents else ""
+        sizes = f"b{self.batch}h{self.heads}kv{self.kv_heads}q{self.q_len}k{self.k_len}"
+        return f"{sizes}{totals}{params}{documents}"
 
     def to_json(self) -> dict[str, Any]:
         """As in records and manifests."""
@@ -323,6 +344,7 @@ class Workload:
             "k_len": self.k_len,
             "params": dict(self.params),
             **({"total_q": self.total_q, "total_k": self.total_k} if self.spec.packed else {}),
+            **({"documents": self.documents} if self.documents else {}),
         }
 
     @classmethod

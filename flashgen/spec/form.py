@@ -147,6 +147,7 @@ RECORD: dict[str, Any] = {
         "params": PARAMS,
         "total_q": Absent(_COUNT),
         "total_k": Absent(_COUNT),
+        "documents": Absent(_COUNT),
     },
     "family": Text(),
     "config": CONFIG,

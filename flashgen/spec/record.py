@@ -321,6 +321,7 @@ def _sizes(workload: Workload) -> tuple[float, ...]:
         workload.q_len,
         workload.k_len,
         *totals,
+        workload.documents,
         *params,
     )
 

@@ -287,9 +287,9 @@ class TuningDB:
         wanted, held = workload.bucket(), []
         for name, batch, heads, kv_heads, q_len, k_len, admission, params_json, count in self._rows(query):
             try:
-                params, totals = _numbers(params_json)
+                params, others = _numbers(params_json)
                 codes_of_params = replace(workload, params=params).bucket().params
-                codes_of_totals = tuple(map(length_code, totals.values()))
+                codes_of_totals = tuple(length_code(others[own]) for own in _TOTALS if own in others)
                 sizes = (batch, heads, kv_heads, q_len, k_len)
                 distance = wanted.distance(Bucket(*sizes, codes_of_params, codes_of_totals))
             except NO_RECORD:
@@ -425,7 +425,7 @@ def _rows(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         "target": target.key,
         "kernel": kernel["id"],
         **{name: getattr(workload, name) for name in SIZES},
-        "params_json": json.dumps({**dict(workload.params), **_totals(workload)}),
+        "params_json": json.dumps({**dict(workload.params), **_others(workload)}),
         "status": measured.status.value,
         "reason": measured.reason,
         **{name: getattr(measured, name) for name in OUTCOME},
@@ -512,27 +512,30 @@ def _config(family: str, config_json: str) -> Config:
 def _workload(
     spec: str, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, params_json: str
 ) -> Workload:
-    params, totals = _numbers(params_json)
-    return Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, params, **totals)
+    params, others = _numbers(params_json)
+    return Workload(parse_spec(spec), batch, heads, kv_heads, q_len, k_len, params, **others)
 
 
-# Totals of packed sequences stand among the parameters, by names that no parameter has: columns of their own
-# would cost every database a migration for the few rows that have any.
-_TOTALS = {"total.q": "total_q", "total.k": "total_k"}
+# Totals of packed sequences, and how many documents there are, stand among the parameters, by names that no
+# parameter has: columns of their own would cost every database a migration for the few rows that have any.
+_TOTALS = ("total_q", "total_k")
+_OTHERS = {"total.q": "total_q", "total.k": "total_k", "operand.documents": "documents"}
 
 
-def _totals(workload: Workload) -> dict[str, int]:
-    return {name: getattr(workload, own) for name, own in _TOTALS.items()} if workload.spec.packed else {}
+def _others(workload: Workload) -> dict[str, int]:
+    found = {name: getattr(workload, own) for name, own in _OTHERS.items()}
+    always = _TOTALS if workload.spec.packed else ()
+    return {name: number for name, number in found.items() if number or _OTHERS[name] in always}
 
 
 @lru_cache(maxsize=256)
 def _numbers(params_json: str) -> tuple[tuple[tuple[str, float], ...], dict[str, int]]:
-    """Parameters, and totals by their names in a workload."""
+    """Parameters, and what stands among them by its name in a workload."""
     found = form.checked(json.loads(params_json), form.PARAMS, "params")
-    totals = {
-        own: form.checked(found[name], form.Number(), name) for name, own in _TOTALS.items() if name in found
+    others = {
+        own: form.checked(found[name], form.Number(), name) for name, own in _OTHERS.items() if name in found
     }
-    return tuple(pair for pair in found.items() if pair[0] not in _TOTALS), totals
+    return tuple(pair for pair in found.items() if pair[0] not in _OTHERS), others
 
 
 @lru_cache(maxsize=64)

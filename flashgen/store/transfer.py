@@ -128,7 +128,7 @@ def _order(record: Record) -> tuple[Any, ...]:
         record.target.key,
         work.spec.key,
         (work.batch, work.heads, work.kv_heads, work.q_len, work.k_len, work.params),
-        (work.total_q, work.total_k),
+        (work.total_q, work.total_k, work.documents),
         (record.admission, record.config.family, record.config.name),
         (record.kernel_hash, record.created_at),
         jsonl.format_line(record),

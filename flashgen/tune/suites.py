@@ -13,8 +13,17 @@ from typing import Any
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import AttentionSpec, Workload
 from flashgen.spec.form import brief, shown
-from flashgen.spec.masks import Mask, causal, full, parse_mask, sliding_window
-from flashgen.spec.score_mods import ScoreMod, parse_score_mod, softcap
+from flashgen.spec.masks import (
+    Mask,
+    causal,
+    document,
+    full,
+    neighborhood,
+    parse_mask,
+    prefix_lm,
+    sliding_window,
+)
+from flashgen.spec.score_mods import ScoreMod, alibi, parse_score_mod, softcap
 
 SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384
@@ -33,6 +42,8 @@ class Heads:
     score_mod: ScoreMod | None = None
     head_dim_v: int | None = None
     sinks: str = ""
+    documents: tuple[int, ...] = (0,)
+    """How many each sequence has, for a mask of documents: see `Workload.documents`."""
 
     def workloads(self, sequences: Iterable[int], tokens: int = TOKENS) -> tuple[Workload, ...]:
         """Prefill at each length with each mask: longest first, since what it learns serves the others."""
@@ -49,9 +60,11 @@ class Heads:
                 score_mod=self.score_mod,
                 head_dim_v=self.head_dim_v,
                 sinks=self.sinks,
+                documents=documents,
             )
             for mask in self.masks
             for length in sorted(set(sequences), reverse=True)
+            for documents in self.documents
         )
 
 
@@ -97,9 +110,39 @@ class FewQueries:
         )
 
 
-_BOTH = (causal(), full())
+@dataclass(frozen=True, slots=True)
+class Various:
+    """A named list of workloads that differ in more than their length."""
 
-SUITES: Mapping[str, Suite | FewQueries] = {
+    rows: tuple[tuple[Heads, tuple[int, ...]], ...]
+    """Heads, and the lengths of each."""
+    help: str
+
+    def workloads(self) -> tuple[Workload, ...]:
+        """All of them."""
+        return tuple(workload for heads, sequences in self.rows for workload in heads.workloads(sequences))
+
+
+_BOTH = (causal(), full())
+_DOCUMENTS = (causal() & document(), document())
+
+
+def _masks(head_dim: int) -> tuple[tuple[Heads, tuple[int, ...]], ...]:
+    """The masks and score rules that people use, at one head dim. Each head has keys of its own where no
+    model is named: Gemma 2 27B has 32 heads and 16 kv heads, GPT-OSS 64 and 8.
+    """
+    own = 2048 // head_dim
+    others = (*_DOCUMENTS, prefix_lm(), neighborhood((128, 128), (13, 13)))
+    return (
+        (Heads(head_dim, own, own, masks=(sliding_window(1023, 0),)), (16384, 65536)),
+        (Heads(head_dim, own, own, masks=others), (16384,)),
+        (Heads(head_dim, own, own, score_mod=alibi()), (16384,)),
+        (Heads(head_dim, 32, 16, masks=(sliding_window(4095, 0),), score_mod=softcap(50.0)), (8192, 16384)),
+        (Heads(head_dim, 64, 8, masks=(sliding_window(127, 0),), sinks="bf16"), (16384,)),
+    )
+
+
+SUITES: Mapping[str, Suite | FewQueries | Various] = {
     "llama3-8b": Suite(Heads(128, 32, 8, masks=_BOTH), "Llama 3 8B: head_dim 128, 32 heads, 8 kv heads"),
     "llama3-8b-e4m3": Suite(Heads(128, 32, 8, dtype="e4m3", masks=_BOTH), "Llama 3 8B with 8-bit q, k and v"),
     "llama3-8b-d64": Suite(Heads(64, 32, 8, masks=_BOTH), "the same with head_dim 64"),
@@ -126,6 +169,26 @@ SUITES: Mapping[str, Suite | FewQueries] = {
             (1, 128, 8192),
             (4, 16, 8192),
         ),
+    ),
+    "masks": Various(
+        _masks(64) + _masks(128),
+        "head_dim 64 and 128: a window of 1024, documents, prefix-LM, a 2-D neighbourhood, ALiBi, Gemma 2's "
+        "softcap with a window, GPT-OSS's sinks with one",
+    ),
+    "documents": Various(
+        tuple(
+            (Heads(dim, 2048 // dim, 2048 // dim, masks=_DOCUMENTS, documents=(4, 8, 16, 32)), (16384,))
+            for dim in (64, 128)
+        ),
+        "4 to 32 documents of 16,384 tokens, causal and not: to compare, for no call knows how many it has, "
+        "and what `masks` tunes serves them all",
+    ),
+    "head-dims": Various(
+        tuple(
+            (Heads(dim, 16, 16, masks=_BOTH, head_dim_v=dim_v), (8192,))
+            for dim, dim_v in ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128))
+        ),
+        "head_dim 64 to 160 and 192 with values of 128: 16 heads, causal and full, 8,192 long",
     ),
     "ci": Suite(
         Heads(32, 4, 2, dtype="fp16", masks=_BOTH),
@@ -157,6 +220,7 @@ def make_workload(
     head_dim_v: int | None = None,
     score_mod: ScoreMod | None = None,
     sinks: str = "",
+    documents: int = 0,
 ) -> Workload:
     """A workload whose mask and score rule carry their numbers."""
     spec = AttentionSpec(
@@ -173,7 +237,7 @@ def make_workload(
         for bound in bounds
         for (name, _), value in zip(bound.rule.params, bound.values, strict=True)
     )
-    return Workload(spec, batch, heads, kv_heads, q_len, k_len, params)
+    return Workload(spec, batch, heads, kv_heads, q_len, k_len, params, documents=documents)
 
 
 def workloads_from_args(

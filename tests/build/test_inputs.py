@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flashgen.build.inputs import contiguous_facts, density, make_inputs, make_rules, packed_lengths
 from flashgen.errors import InvalidArgument
+from flashgen.measure import roofline
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import (
     block_sparse,
@@ -82,6 +85,24 @@ def test_documents_follow_each_other_and_fill_the_sequence(k_len: int) -> None:
             *inner, _ = row.unique(return_counts=True)[1].tolist()
             assert all(-(-k_len // 16) <= length <= max(k_len // 4, 1 + k_len // 16) for length in inner)
     assert len({tuple(row.tolist()) for row in ids}) > 1 or k_len == 1, "each sequence has its own"
+
+
+@pytest.mark.parametrize("count", [1, 2, 32])
+def test_as_many_documents_as_the_workload_says(count: int) -> None:
+    sizes = SIZES | {"batch": 3, "q_len": 16384, "k_len": 16384}
+    workload = replace(make_workload(mask=causal() & document(), dtype="fp32", **sizes), documents=count)
+    (ids,) = make_rules(workload)[0].tensors
+    assert [len(row.unique()) for row in ids] == [count] * 3, "no two cuts of this seed fall together"
+    assert bool((ids.diff() >= 0).all()) and density(workload) == (
+        f"{count} documents, cut at places drawn evenly"
+    )
+    lengths = [tuple(row.unique(return_counts=True)[1].tolist()) for row in ids]
+    assert len(set(lengths)) == (1 if count == 1 else 3), "each sequence has its own"
+    (again,) = make_rules(workload)[0].tensors
+    assert torch.equal(ids, again)
+    if count > 1:
+        pairs = sum(sum(length * (length + 1) / 2 for length in each) for each in lengths) / 3 / 16384**2
+        assert roofline.visible(workload).pairs == pytest.approx(pairs, rel=0.05)
 
 
 def test_density_says_how_operands_were_drawn() -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from flashgen.build.inputs import Inputs
 from flashgen.cli import bench
 from flashgen.cli.options import Selection
 from flashgen.cli.output import console
 from flashgen.errors import InvalidArgument
 from flashgen.measure import child
 from flashgen.measure.child import Failure
-from flashgen.spec.attention import Workload
+from flashgen.runtime.explain import Explanation
+from flashgen.spec.attention import FULL, Workload
 from flashgen.spec.record import Status
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -72,7 +74,7 @@ def test_a_row_says_what_was_computed() -> None:
 
 def test_implementations_are_checked_before_they_are_timed() -> None:
     """On CPU tensors: torch's flash backend and FlashGen run, the rest says why not."""
-    launches, families, errors, left_out = bench.ready(SMALL, "cpu", ["flashgen", "fa2", "cudnn", "fa4"])
+    launches, families, errors, left_out, _ = bench.ready(SMALL, "cpu", ["flashgen", "fa2", "cudnn", "fa4"])
     assert list(launches) == ["flashgen", "fa2"]
     assert families["fa2"] == "" and families["flashgen"] == "torch"
     assert launches["fa2"]().shape == (2, 4, 128, 64)
@@ -83,18 +85,11 @@ def test_implementations_are_checked_before_they_are_timed() -> None:
 
 def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
     narrow = replace(SMALL, spec=replace(SMALL.spec, dtype="e4m3"))
-    launches, families, _, left_out = bench.ready(narrow, "cpu", ["flashgen", bench.WIDENED, "fa2"])
+    launches, families, _, left_out, _ = bench.ready(narrow, "cpu", ["flashgen", bench.WIDENED, "fa2"])
     assert list(launches) == ["flashgen", bench.WIDENED, "fa2"] and not left_out
     assert families == {"flashgen": "torch", bench.WIDENED: "torch", "fa2": ""}
-    _, _, _, left_out = bench.ready(SMALL, "cpu", [bench.WIDENED])
+    _, _, _, left_out, _ = bench.ready(SMALL, "cpu", [bench.WIDENED])
     assert "is for 8-bit inputs" in left_out[bench.WIDENED]
-
-
-def test_ours_takes_the_sinks_and_peers_say_that_they_do_not() -> None:
-    sunk = replace(SMALL, spec=replace(SMALL.spec, sinks="bf16"))
-    launches, _, errors, left_out = bench.ready(sunk, "cpu", ["flashgen", "fa2"])
-    assert list(launches) == ["flashgen"] and 0 < errors["flashgen"] < 0.02
-    assert left_out == {"fa2": "peers are compared without sinks"}
 
 
 def test_packed_sequences_have_rows_of_their_own() -> None:
@@ -105,11 +100,92 @@ def test_packed_sequences_have_rows_of_their_own() -> None:
     )
     assert tuple(bench.shape_of(few)) == (*bench.SHAPE, *bench.TOTALS)
     assert bench.identity(bench.shape_of(few)) != bench.identity(bench.shape_of(many))
-    assert bench.identity(bench.shape_of(SMALL))[len(bench.SHAPE) :] == (None, None)
-    launches, families, errors, left_out = bench.ready(few, "cpu", ["flashgen", "cudnn", "fa4"])
+    assert set(bench.identity(bench.shape_of(SMALL))[len(bench.SHAPE) :]) == {None}
+    launches, families, errors, left_out, _ = bench.ready(few, "cpu", ["flashgen", "cudnn", "fa4"])
     assert list(launches) == ["flashgen"] and families == {"flashgen": "torch"}
     assert launches["flashgen"]().shape == (1, 4, 150, 64) and 0 < errors["flashgen"] < 0.02
     assert "takes no packed sequences" in left_out["cudnn"] and "not installed" in left_out["fa4"]
+
+
+def test_ours_takes_the_sinks_and_peers_without_any_say_so() -> None:
+    sunk = replace(SMALL, spec=replace(SMALL.spec, sinks="bf16"))
+    launches, _, errors, left_out, _ = bench.ready(sunk, "cpu", ["flashgen", "fa2"])
+    assert list(launches) == ["flashgen"] and 0 < errors["flashgen"] < 0.02
+    assert left_out == {"fa2": "FlashAttention-2 in torch has no sinks"}
+
+
+def test_a_row_says_which_sinks_and_how_tensors_were_drawn() -> None:
+    (plain,) = Selection(head_dim=64, seq=(128,), mask=("causal & document",)).workloads()
+    assert bench.shape_of(plain)["density"] == "documents of lengths uniform in [k/16, k/4]"
+    few, many = (replace(plain, documents=count, spec=replace(plain.spec, sinks="bf16")) for count in (4, 32))
+    row = bench.shape_of(few)
+    assert tuple(row) == (*bench.SHAPE, *bench.OTHERS) and row["mask"] == "causal & document"
+    assert (row["sinks"], row["density"]) == ("bf16", "4 documents, cut at places drawn evenly")
+    assert len({bench.identity(bench.shape_of(each)) for each in (plain, few, many)}) == 3
+
+
+HOPPER = Explanation("", "", "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic", (), "attention_fwd_sm90")
+"""Tiles of 128 x 128."""
+WINDOWED = Selection(
+    head_dim=64, heads=4, batch=1, seq=(1024,), mask=("sliding_window(255, 0)",), score="softcap(9.0)"
+).workloads()[0]
+COLUMNS = [1, 2, 3, 3, 3, 3, 3, 3]
+"""Blocks of 128 keys that 128 queries of a window of 256 visit."""
+
+
+def test_the_tiles_of_a_kernel_are_counted() -> None:
+    visits = bench._visits(WINDOWED, HOPPER)
+    assert visits == bench.Visits(WINDOWED, 128, 128, sum(COLUMNS) / 8)
+    assert visits.columns() == {"tile": "128x128", "tiles": 2.625} and visits.keys == 2.625 * 128
+    assert bench._visits(WINDOWED, replace(HOPPER, family="torch")) is None
+
+
+def test_speed_per_tile_is_beside_full_attention_with_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = bench._ours
+
+    def on_hopper(workload: Workload, inputs: Inputs) -> Any:
+        launch, _, _ = ours(workload, inputs)
+        return launch, HOPPER.family, bench._visits(workload, HOPPER)
+
+    monkeypatch.setattr(bench, "_ours", on_hopper)
+    opposed = bench.ready(WINDOWED, "cpu", ["flashgen", bench.WHOLE])
+    whole = opposed.visits[bench.WHOLE].workload
+    assert (whole.k_len, whole.q_len, whole.params) == (3 * 128, 1024, ())
+    assert whole.spec == replace(WINDOWED.spec, mask=FULL, score_mod=None)
+    assert opposed.launches[bench.WHOLE]().shape == (1, 4, 1024, 64) and not opposed.left_out
+    rows, _ = bench.compared(WINDOWED, opposed, Paced({"flashgen": 50.0, bench.WHOLE: 40.0}, opposed), 3, 0.0)
+    mine, beside = rows
+    assert mine["tiles"] == 2.625 and beside["tiles"] == 3.0 and beside["tile"] == "128x128"
+    assert mine["speed_per_tile"] == pytest.approx((40.0 / 3.0) / (50.0 / 2.625))
+    assert "speed_per_tile" not in beside
+    assert beside["tflops"] == pytest.approx(4 * 1024 * 384 * 4 * 64 / 40.0 / 1e6)
+
+
+def test_full_attention_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = replace(SMALL, spec=replace(SMALL.spec, mask=FULL))
+    *_, left_out, _ = bench.ready(plain, "cpu", [bench.WHOLE])
+    assert left_out[bench.WHOLE].endswith("here it would be flashgen again")
+    *_, left_out, _ = bench.ready(SMALL, "cpu", [bench.WHOLE])
+    assert left_out[bench.WHOLE].endswith("here torch answers")
+    rows = [row("flashgen") | {"speed_per_tile": 0.914}, row(bench.WHOLE)]
+    bench._show(console(), [bench.Result(SMALL, rows, {})], ["flashgen", bench.WHOLE])
+    printed = capsys.readouterr().out
+    assert "per tile" in printed and "0.91" in printed and f"vs {bench.WHOLE}" not in printed
+
+
+class Paced:
+    """Says that each launch takes as long as its name has."""
+
+    def __init__(self, times: dict[str, float], opposed: bench.Ready) -> None:
+        self.times = {id(launch): times[name] for name, launch in opposed.launches.items()}
+
+    def warm(self, launch: Callable[[], Any], count: int) -> None:
+        pass
+
+    def each(self, launch: Callable[[], Any], count: int) -> list[float]:
+        return [self.times[id(launch)]] * count
+
+    replayed = each
 
 
 class WallClock:

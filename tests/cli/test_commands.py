@@ -18,7 +18,9 @@ from click.testing import CliRunner
 import flashgen
 from flashgen.cli.main import COMMANDS, main
 from flashgen.cli.options import Selection
-from flashgen.tune.suites import SUITES
+from flashgen.errors import InvalidArgument
+from flashgen.spec.attention import Workload
+from flashgen.tune.suites import SUITES, suite_workloads
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "triton", "sqlalchemy", "optuna", "jinja2", "rich")
@@ -102,6 +104,23 @@ def test_sinks_have_a_dtype(words: list[str], dtype: str) -> None:
     given = ALL["tune"].make_context("tune", ["--seq", "512", *words]).params
     selection = Selection(**{field.name: given[field.name] for field in dataclasses.fields(Selection)})
     assert selection.workloads()[0].spec.sinks == dtype
+
+
+def selected(*words: str) -> tuple[Workload, ...]:
+    given = ALL["bench"].make_context("bench", list(words)).params
+    return Selection(**{field.name: given[field.name] for field in dataclasses.fields(Selection)}).workloads()
+
+
+def test_several_suites_are_one_list_without_repetitions() -> None:
+    words = ("--suite", "ci", "--suite", "gpt2", "--suite", "ci")
+    assert selected(*words) == (*suite_workloads("ci"), *suite_workloads("gpt2"))
+
+
+def test_documents_are_counted_on_the_command_line() -> None:
+    (found,) = selected("--mask", "document", "--documents", "12", "--seq", "512")
+    assert (found.documents, found.q_len) == (12, 512)
+    with pytest.raises(InvalidArgument, match="documents=12 is for masks that read"):
+        selected("--mask", "causal", "--documents", "12")
 
 
 @pytest.mark.parametrize(("given", "gpus"), [("0,2", (0, 2)), ("all", "all"), ("3", (3,))])

@@ -12,6 +12,7 @@ import sample_records as make
 from flashgen.bundle.load import Bundle
 from flashgen.bundle.manifest import Manifest, parse
 from flashgen.spec.attention import Workload
+from flashgen.spec.masks import causal, document
 from flashgen.spec.record import CANDIDATES, Record, RecordStore, Status, Versions, rank
 from flashgen.spec.target import find_target
 from flashgen.store.db import TuningDB
@@ -267,6 +268,27 @@ def test_c26_a_config_of_another_family_is_another_kernel(store: Open) -> None:
             ("attention_fwd", 50.0),
             ("attention_fwd_ws", 60.0),
         ]
+
+
+def test_times_of_more_documents_do_not_win_for_fewer(store: Open) -> None:
+    """A call does not know how many documents it has: what was tuned without saying serves it, else what was
+    tuned with the fewest, whose work is the most.
+    """
+    spec = replace(make.CAUSAL, mask=(causal() & document()).rule)
+
+    def work(documents: int) -> Workload:
+        return replace(make.workload(4096, spec=spec), documents=documents)
+
+    records = [
+        make.record(time, work=work(documents), conf=make.config(stages=1 + i))
+        for i, (documents, time) in enumerate(((4, 90.0), (32, 20.0)))
+    ]
+    assert times(store(*records).ranked(work(0), make.H200)) == [90.0, 20.0]
+    (found, *_) = store(*records).ranked(work(32), make.H200)
+    assert found.workload == work(32) and found == records[1]
+    plain = make.record(99.0, work=work(0), conf=make.config(stages=3))
+    assert times(store(*records, plain).ranked(work(0), make.H200)) == [99.0, 90.0, 20.0]
+    assert Workload.from_json(work(4).to_json()) == work(4) and "documents" not in work(0).to_json()
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from flashgen.cli.bench import SHAPE, TOTALS
 from flashgen.cli.main import main
 
+TILES = ("tile", "tiles")
 MEASURED = ("impl", "family", "run", "ms_median", "ms_min", "ms_max", "passes", "tflops", "max_error")
 
 
@@ -38,7 +39,7 @@ def test_rows_of_one_shape(tmp_path: Path) -> None:
     assert rows["flashgen"]["family"] == "attention_fwd"
     assert len({row["run"] for row in data["rows"]}) == 1
     for row in data["rows"]:
-        assert set(row) == {*SHAPE, *MEASURED}
+        assert set(row) == {*SHAPE, *MEASURED, *(TILES if row["impl"] == "flashgen" else ())}
         assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
         assert row["passes"] == 3 and row["tflops"] > 1 and row["max_error"] < 0.02
 
@@ -60,6 +61,35 @@ def test_rows_of_packed_sequences(tmp_path: Path) -> None:
         assert row["total_q"] == row["total_k"] == 5000 and row["batch"] == 10
         assert row["tflops"] > 1 and row["max_error"] < 0.02
     assert all("takes no packed sequences" in each["cudnn"] for each in left_out)
+
+
+def test_rows_of_masks_and_score_rules(tmp_path: Path) -> None:
+    """What no window says, beside FlexAttention and beside full attention with as many tiles."""
+    out = tmp_path / "bench.json"
+    kinds = {
+        "document": ["--documents", "5"],
+        "causal & document": ["--documents", "5"],
+        "prefix_lm": [],
+        "neighborhood((32, 32), (7, 7))": [],
+        "causal": ["--score", "alibi"],
+        "sliding_window(255, 0)": ["--score", "softcap(50.0)"],
+        "sliding_window(127, 0)": ["--sinks", "bf16"],
+    }
+    for mask, more in kinds.items():
+        sizes = ["--head-dim", "64", "--heads", "8", "--kv-heads", "2", "--seq", "1024", "--batch", "1"]
+        words = ["bench", *sizes, "--mask", mask, *more, "--impls", "flashgen,flashgen-full,fa2,flex"]
+        done = CliRunner().invoke(main, [*words, "--out", str(out), "--json"], prog_name="flashgen")
+        assert done.exit_code == 0, done.output
+        data = json.loads(out.read_text())
+        rows, left_out = {row["impl"]: row for row in data["rows"]}, json.loads(done.stdout)["left_out"]
+        assert {"flashgen", "flashgen-full", "flex"} <= set(rows), left_out
+        assert ("fa2" in rows) == (mask in ("document", "causal & document")), left_out
+        ours, whole = rows["flashgen"], rows["flashgen-full"]
+        assert ours["family"].startswith("attention_fwd") and 0.1 < ours["speed_per_tile"] < 3
+        assert 0 < ours["tiles"] <= 1024 / int(ours["tile"].split("x")[1]) and whole["tiles"] >= 1
+        assert all(row["max_error"] < 0.02 for row in rows.values())
+        assert ours.get("sinks", "") == ("bf16" if "--sinks" in more else "")
+        assert "documents" not in " ".join(more) or ours["density"].startswith("5 documents")
 
 
 def test_a_shape_that_does_not_fit_costs_only_its_rows(tmp_path: Path) -> None:

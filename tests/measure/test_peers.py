@@ -14,7 +14,17 @@ import torch
 from flashgen.build.inputs import Inputs, make_inputs, starts
 from flashgen.build.reference import attention_reference, evaluate_rule, packed_reference
 from flashgen.errors import Unsupported
-from flashgen.measure.peers import PEERS, WINDOWS, Packed, Problem, build_peer, packed_mask_mod
+from flashgen.measure.peers import (
+    DOCUMENTS,
+    MASK_MODS,
+    PEERS,
+    WINDOWS,
+    Packed,
+    Problem,
+    build_peer,
+    mask_mod,
+    packed_mask_mod,
+)
 from flashgen.spec import masks
 from flashgen.tune.suites import packed, workloads_from_args
 
@@ -81,8 +91,16 @@ def test_a_peer_takes_8_bit_values_in_16_bits(layout: str) -> None:
         ("fa2", {"mask": "sliding_window(3, 0)"}, "no sliding window"),
         ("cudnn", {"score_mod": "softcap(30.0)"}, "no softcap"),
         ("cudnn", {"mask": "causal", "k_len": 128}, "no bottom-right causal mask"),
-        ("flex", {"mask": "key_padding"}, "peers are compared on full, causal and window masks"),
-        ("flex", {"sinks": "bf16"}, "peers are compared without sinks"),
+        ("flex", {"mask": "key_padding"}, "not compared on key_padding; known: full, causal, windows, docu"),
+        ("flex", {"mask": "neighborhood(7)"}, r"not compared on neighborhood\(7\)"),
+        ("flex", {"mask": "document", "k_len": 80}, "compared on document with as many queries as keys"),
+        ("flex", {"score_mod": "scale(2.0)"}, r"not compared with scale\(2.0\); known: softcap, alibi"),
+        ("fa2", {"mask": "prefix_lm"}, "only FlexAttention is compared on prefix_lm"),
+        ("fa2", {"mask": "document", "batch": 2}, "documents are packed sequences where they are one row"),
+        ("fa2", {"mask": "document", "k_len": 80}, "documents are packed sequences where they are one row"),
+        ("fa2", {"score_mod": "alibi"}, "has no alibi"),
+        ("cudnn", {"mask": "document"}, "takes no packed sequences"),
+        ("cudnn", {"sinks": "fp32"}, "cuDNN through torch's SDPA has no sinks"),
         ("fa4", {}, "is not installed"),
         ("cudnn", {}, "cuDNN through torch's SDPA failed with"),
     ],
@@ -92,6 +110,88 @@ def test_a_peer_says_why_it_has_no_row(name: str, options: dict[str, object], re
     (workload,) = workloads_from_args(**(sizes | options))  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match=reason):
         build_peer(name, make_inputs(workload, "cpu"))
+
+
+# Masks that are no windows
+
+
+OTHERS = [
+    masks.document(),
+    masks.causal() & masks.document("i64"),
+    masks.prefix_lm(),
+    masks.neighborhood((6, 8), (3, 5)),
+    masks.neighborhood((8, 6), (4, 2)),
+]
+
+
+def small(mask: masks.Mask, score_mod: str | None = None, sinks: str = "", batch: int = 2) -> Inputs:
+    (workload,) = workloads_from_args(
+        head_dim=16, heads=4, kv_heads=2, seq=48, mask=mask, score_mod=score_mod, sinks=sinks, dtype="fp32",
+        batch=batch,
+    )  # fmt: skip
+    documents = 5 if mask.rule in DOCUMENTS else 0
+    return make_inputs(replace(workload, documents=documents), "cpu")
+
+
+def dense_reference(inputs: Inputs) -> torch.Tensor:
+    out, _ = attention_reference(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        mask=inputs.mask,
+        score_mod=inputs.score_mod,
+        scale=inputs.scale,
+        sinks=inputs.sinks,
+    )
+    return out
+
+
+def test_every_other_mask_is_tested() -> None:
+    rules = {mask.rule for mask in OTHERS} | {masks.document("i64").rule, masks.prefix_lm("i64").rule}
+    assert set(MASK_MODS) <= rules | {(masks.causal() & masks.document()).rule}
+    assert set(DOCUMENTS) <= set(MASK_MODS)
+
+
+@pytest.mark.parametrize("mask", OTHERS, ids=str)
+def test_the_masks_written_for_flex_attention_are_ours(mask: masks.Mask) -> None:
+    inputs = small(mask)
+    keep = mask_mod(Problem.of(inputs))
+    assert keep is not None
+    rows, keys = torch.arange(48).view(-1, 1), torch.arange(48)
+    for batch in range(2):
+        env = {"q_idx": rows, "k_idx": keys, "q_len": 48, "k_len": 48, "batch": batch}
+        wanted = torch.as_tensor(evaluate_rule(inputs.mask, env)).expand(48, 48)
+        seen = keep(torch.tensor(batch), torch.tensor(0), rows, keys)
+        assert torch.equal(seen.expand(48, 48), wanted) and 0 < int(wanted.sum()) < 48 * 48
+
+
+@pytest.mark.parametrize("score_mod", [None, "alibi", "softcap(0.5)"])
+@pytest.mark.parametrize("mask", [masks.causal(), *OTHERS], ids=str)
+def test_flex_attention_gives_the_reference(
+    mask: masks.Mask, score_mod: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its operations without a kernel
+    inputs = small(mask, score_mod)
+    torch.testing.assert_close(build_peer("flex", inputs)(), dense_reference(inputs))
+
+
+def test_flex_attention_with_alibi_counts_from_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    (workload,) = workloads_from_args(
+        head_dim=16, heads=4, seq=20, k_len=48, mask="causal", score_mod="alibi", dtype="fp32", batch=1
+    )
+    inputs = make_inputs(workload, "cpu")
+    torch.testing.assert_close(build_peer("flex", inputs)(), dense_reference(inputs))
+
+
+@pytest.mark.parametrize("sinks", ["fp32", "bf16"])
+def test_flex_attention_takes_sinks_by_the_lse(sinks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    inputs = small(masks.sliding_window(7, 0), None, sinks)
+    out = build_peer("flex", inputs)()
+    torch.testing.assert_close(out, dense_reference(inputs))
+    without = dense_reference(replace(inputs, sinks=None))
+    assert float((out - without).abs().amax()) > 0.1, "sinks of these inputs matter"
 
 
 # Packed sequences
@@ -119,6 +219,7 @@ def reference(inputs: Inputs) -> torch.Tensor:
         mask=inputs.mask,
         score_mod=inputs.score_mod,
         scale=inputs.scale,
+        sinks=inputs.sinks,
     )
     return out.transpose(0, 1)[None]
 
@@ -145,6 +246,8 @@ def test_flex_attention_gives_the_reference_of_packed_sequences(
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its operations without a kernel
     inputs = packed_inputs(mask, score_mod)
+    torch.testing.assert_close(build_peer("flex", inputs)(), reference(inputs))
+    inputs = replace(inputs, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
     torch.testing.assert_close(build_peer("flex", inputs)(), reference(inputs))
 
 
@@ -223,14 +326,49 @@ def test_flash_attention_4_is_asked_for_the_same(mask: masks.Mask, monkeypatch: 
         longest, window = (max_seqlen_q, max_seqlen_k), (None, 0) if causal else window_size
         return by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, window, softmax_scale), None
 
+    install_fa4(monkeypatch).flash_attn_varlen_func = varlen
+    inputs = packed_inputs(mask)
+    torch.testing.assert_close(build_peer("fa4", inputs)(), reference(inputs))
+
+
+def install_fa4(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package of its name, without functions."""
     for name in ("flash_attn", "flash_attn.cute"):
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["flash_attn"].cute = module  # type: ignore[attr-defined]
-    module.flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
-    inputs = packed_inputs(mask)
-    torch.testing.assert_close(build_peer("fa4", inputs)(), reference(inputs))
+    return module
+
+
+@pytest.mark.parametrize("mask", OTHERS[:2], ids=str)
+def test_documents_of_one_row_are_packed_sequences(mask: masks.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small(mask, batch=1)
+
+    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+               max_seqlen_k: int, softmax_scale: float, causal: bool = False) -> torch.Tensor:  # fmt: skip
+        longest = int(cu_seqlens_q.diff().max())
+        assert (max_seqlen_q, max_seqlen_k) == (longest, longest) and len(cu_seqlens_q) == 6
+        window = (None, 0) if causal else (None, None)
+        return by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, (9, 9), window, softmax_scale)
+
+    install_fa4(monkeypatch).flash_attn_varlen_func = varlen
+    torch.testing.assert_close(build_peer("fa4", inputs)(), dense_reference(inputs))
+    (ids,) = inputs.mask.tensors
+    apart = replace(inputs, mask=inputs.mask.bind(ids.flip(1).contiguous()))
+    with pytest.raises(Unsupported, match="and follow each other"):
+        build_peer("fa4", apart)
+
+
+def test_flash_attention_4_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small(masks.sliding_window(7, 0), None, "bf16")
+
+    def dense(q: Any, k: Any, v: Any, *, softmax_scale: float, window_size: Any, learnable_sink: Any) -> Any:
+        assert window_size == (7, 0) and softmax_scale == 0.25 and learnable_sink is inputs.sinks
+        return dense_reference(inputs).transpose(1, 2), None
+
+    install_fa4(monkeypatch).flash_attn_func = dense
+    torch.testing.assert_close(build_peer("fa4", inputs)(), dense_reference(inputs))
 
 
 def test_a_single_query_of_each_sequence_has_no_causal_window() -> None:
@@ -240,6 +378,14 @@ def test_a_single_query_of_each_sequence_has_no_causal_window() -> None:
     problem = Problem.of(decoding)
     assert problem.window == (None, None)
     assert problem.packed is not None and problem.packed == Packed(*one, 1, 9)
+
+
+@pytest.mark.parametrize("name", ["fa2", "flex"])
+def test_packed_sequences_under_other_masks_have_no_peer(name: str) -> None:
+    with pytest.raises(
+        Unsupported, match="packed sequences are compared on full, causal and window masks, n"
+    ):
+        build_peer(name, packed_inputs(masks.prefix_lm()))
 
 
 @pytest.mark.parametrize(

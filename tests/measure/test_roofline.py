@@ -11,7 +11,17 @@ from torch.overrides import TorchFunctionMode
 
 from flashgen.measure import roofline
 from flashgen.spec.attention import AttentionSpec, Workload
-from flashgen.spec.masks import Mask, causal, full, key_padding, sliding_window
+from flashgen.spec.masks import (
+    Mask,
+    block_sparse,
+    causal,
+    document,
+    full,
+    key_padding,
+    neighborhood,
+    prefix_lm,
+    sliding_window,
+)
 from flashgen.spec.rule import Rule
 from flashgen.spec.target import TARGETS, Target, find_target
 from flashgen.tune.suites import make_workload, packed
@@ -47,6 +57,46 @@ def test_visible_share_of_padding_is_that_of_the_lengths() -> None:
     assert 0.5 <= share <= 1.0
     assert roofline.visible(workload).pairs == pytest.approx(share, rel=1e-5)
     assert roofline.visible(workload).keys == pytest.approx(share, rel=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("mask", "documents"),
+    [
+        (causal(), 0),
+        (sliding_window(40, 7), 0),
+        (document(), 3),
+        (causal() & document("i64"), 0),
+        (prefix_lm(), 0),
+        (neighborhood((16, 16), (5, 3)), 0),
+        (block_sparse("batch_heads", 32), 0),
+        (key_padding(), 0),
+    ],
+    ids=str,
+)
+def test_tiles_are_those_that_keep_a_pair(mask: Mask, documents: int, heads: int) -> None:
+    from flashgen.build.inputs import make_rules
+    from flashgen.build.reference import evaluate_rule
+
+    length, block_m, block_n = 256, 32, 16
+    workload = make_workload(
+        head_dim=16, heads=heads, kv_heads=1, q_len=length, k_len=length, mask=mask, dtype="bf16", batch=2,
+        documents=documents,
+    )  # fmt: skip
+    bound, _ = make_rules(workload)
+    rows, keys = torch.arange(length).view(-1, 1), torch.arange(length)
+    needed = 0
+    for batch in range(2):
+        for head in range(heads):
+            env = {"q_idx": rows, "k_idx": keys, "q_len": length, "k_len": length, "batch": batch}
+            keep = torch.as_tensor(evaluate_rule(bound, env | {"head": head, "kv_head": 0}))
+            keep = keep.expand(length, length)
+            needed += int(
+                keep.view(length // block_m, block_m, length // block_n, block_n).any(3).any(1).sum()
+            )
+    mean = needed / (2 * heads * length // block_m)
+    assert roofline.tiles(workload, block_m, block_n) == pytest.approx(mean)
+    assert mean < length // block_n
 
 
 class Largest(TorchFunctionMode):

@@ -162,3 +162,15 @@ def test_c25_a_target_is_its_facts_not_its_label() -> None:
     assert bandwidth_class(2 * 3.201 * 6016 / 8) == h200.bandwidth
     with pytest.raises(UnknownName, match="known: nvidia-a10, "):
         find_target("h200")
+
+
+def test_documents_are_for_masks_that_read_them() -> None:
+    spec = replace(SPEC, mask=(masks.causal() & masks.document()).rule)
+    work = replace(WORK, spec=spec, params=(("cap", 30.0),), documents=8)
+    assert work.name == "b4h32kv8q4096k4096_cap30_documents8"
+    assert work.bucket() == replace(work, documents=0).bucket(), "no call knows"
+    assert Workload.from_json(work.to_json()) == work
+    with pytest.raises(InvalidArgument, match="documents=8 is for masks that read the document of each key"):
+        replace(WORK, documents=8)
+    with pytest.raises(InvalidArgument, match="documents=-1 must be at least 0"):
+        replace(work, documents=-1)

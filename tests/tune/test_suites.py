@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,56 @@ def test_few_queries_of_many_keys() -> None:
     assert {w.q_len for w in found} == {16, 64, 128, 512} and {w.batch for w in found} == {1, 4}
     assert {w.k_len for w in found} == {8192, 32768, 65536}
     assert {w.spec.mask for w in found} == {causal().rule, full().rule}
+
+
+def test_masks_and_score_rules_that_people_use() -> None:
+    found = suite_workloads("masks")
+    assert len(found) == len(set(found)) == 20
+    for head_dim in (64, 128):
+        told = {
+            (w.spec.mask.form, w.spec.score_mod.form if w.spec.score_mod else "", w.spec.sinks, w.q_len): w
+            for w in found
+            if w.spec.head_dim == w.spec.head_dim_v == head_dim
+        }
+        assert set(told) == {
+            ("sliding_window({}, {})", "", "", 65536),
+            ("sliding_window({}, {})", "", "", 16384),
+            ("causal & document", "", "", 16384),
+            ("document", "", "", 16384),
+            ('prefix_lm("i32")', "", "", 16384),
+            ("neighborhood(({}, 128), ({}, {}))", "", "", 16384),
+            ("causal", "alibi", "", 16384),
+            ("sliding_window({}, {})", "softcap({})", "", 16384),
+            ("sliding_window({}, {})", "softcap({})", "", 8192),
+            ("sliding_window({}, {})", "", "bf16", 16384),
+        }
+        window = (("left", 1023), ("right", 0))
+        assert told["sliding_window({}, {})", "", "", 65536].params == window
+        gemma = told["sliding_window({}, {})", "softcap({})", "", 8192]
+        assert gemma.params == (("left", 4095), ("right", 0), ("cap", 50.0)) and gemma.batch == 2
+        oss = told["sliding_window({}, {})", "", "bf16", 16384]
+        assert (oss.heads, oss.kv_heads, oss.params) == (64, 8, (("left", 127), ("right", 0)))
+        grid = told["neighborhood(({}, 128), ({}, {}))", "", "", 16384]
+        assert grid.params == (("height", 128), ("kernel_h", 13), ("kernel_w", 13))
+    assert all(w.q_len == w.k_len and w.batch * w.q_len in (16384, 65536) for w in found)
+
+
+def test_documents_are_measured_by_their_number() -> None:
+    found = suite_workloads("documents")
+    assert len(found) == len(set(found)) == 16
+    assert {(w.spec.head_dim, w.spec.mask.form, w.documents) for w in found} == set(
+        itertools.product((64, 128), ("document", "causal & document"), (4, 8, 16, 32))
+    )
+    tuned = {(w.spec.key, w.bucket()) for w in suite_workloads("masks")}
+    assert {(w.spec.key, w.bucket()) for w in found} <= tuned, "what is tuned serves them"
+
+
+def test_head_dims_of_several_chunks_beside_their_neighbours() -> None:
+    found = suite_workloads("head-dims")
+    dims = {(w.spec.head_dim, w.spec.head_dim_v) for w in found}
+    assert dims == {(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128)}
+    assert {w.spec.mask for w in found} == {causal().rule, full().rule} and len(found) == 14
+    assert {(w.heads, w.kv_heads, w.q_len, w.batch) for w in found} == {(16, 16, 8192, 2)}
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if suite_workloads(name)[0].spec.dtype != "e4m3"])
@@ -174,7 +226,7 @@ def test_a_model_with_sinks_has_them_in_its_own_dtype(tmp_path: Path) -> None:
 
 def test_packed_sequences_keep_their_sinks() -> None:
     (workload,) = workloads_from_args(head_dim=64, heads=4, seq=128, batch=4, sinks="bf16")
-    assert packed(workload, 256).spec.sinks == "bf16"
+    assert packed(workload, 256).spec == replace(workload.spec, addressing="varlen") != workload.spec
 
 
 @pytest.mark.parametrize("value", ["x", "false", "", 1, 0, 1.0, [], [True], {}], ids=repr)
