@@ -24,7 +24,7 @@ from flashgen.spec.attention import AttentionSpec
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 LENGTH = 1000  # no multiple of a tile
-SMALL = {"num_stages": 1}
+ONE_STAGE = {"num_stages": 1}
 """Of torch's kernels: with a bias, torch 2.11's default asks for more shared memory than an H200 has."""
 
 
@@ -69,7 +69,7 @@ def test_values_are_those_of_compiled_flex_attention(name: str, head_dim: int) -
     assert_right((ours, aux.lse), wanted)
     torch._dynamo.reset()  # each sample is another graph of one function, and there are more than its limit
     theirs, their_aux = torch.compile(flex_attention)(
-        q, k, v, **call, return_aux=AuxRequest(lse=True), kernel_options=SMALL
+        q, k, v, **call, return_aux=AuxRequest(lse=True), kernel_options=ONE_STAGE
     )
     torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(aux.lse, their_aux.lse, atol=1e-2, rtol=1e-2)
@@ -205,7 +205,7 @@ def test_gradients_are_those_of_compiled_flex_attention() -> None:
 
     block_mask = create_block_mask(causal, None, None, 256, 256, device=DEVICE)
     found = []
-    compiled = partial(torch.compile(flex_attention), kernel_options=SMALL)
+    compiled = partial(torch.compile(flex_attention), kernel_options=ONE_STAGE)
     for function in (flashgen.flex_attention, compiled):
         out = function(*inputs, score_mod=biased, block_mask=block_mask, enable_gqa=True)
         found.append(torch.autograd.grad(out.float().square().sum(), [*inputs, bias]))

@@ -554,7 +554,7 @@ def plain_causal(score, b, h, q_idx, kv_idx):
 
 
 @pytest.mark.parametrize("score", [same_table, padded, plain_causal], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("mask", [None, "causal", window(8)], ids=str)
+@pytest.mark.parametrize("mask", [None, "causal", window(8)], ids=["no mask", "causal", "window"])
 def test_a_score_rule_that_drops_pairs_spares_their_tiles(
     mask, score, monkeypatch: pytest.MonkeyPatch
 ) -> None:
