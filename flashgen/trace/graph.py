@@ -25,6 +25,7 @@ from flashgen.spec import expr as ex
 from flashgen.spec.expr import Expr
 from flashgen.trace.operations import (
     FUNCTIONS,
+    METHODS,
     ROWS,
     TORCH_TYPES,
     Operations,
@@ -132,15 +133,16 @@ class _Tracer(TracerBase):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Proxy:
         node = self.create_node(kind, target, self.create_arg(args), self.create_arg(kwargs))
-        name = target if kind == "call_method" else FUNCTIONS.get(target, "")
-        if name not in ROWS or (kind == "call_method" and not hasattr(Tensor, name)):
-            called = target if kind == "call_method" else getattr(target, "__name__", str(target))
+        is_method = kind == "call_method"
+        name, rows = (target, METHODS) if is_method else (FUNCTIONS.get(target, ""), ROWS)
+        if name not in rows or (is_method and not hasattr(Tensor, name)):
+            called = target if is_method else getattr(target, "__name__", str(target))
             if target is getattr:
                 raise InvalidArgument(f"node {node}: the attribute {node.args[1]} has no meaning in a kernel")
             raise InvalidArgument(f"node {node}: {refusal(called)}")
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: each.meta["value"])
         try:
-            node.meta["value"] = ROWS[name](self.operations, *args, **kwargs)
+            node.meta["value"] = rows[name](self.operations, *args, **kwargs)
         except (InvalidArgument, TypeError, RecursionError) as error:
             told = str(error).replace("<lambda>()", f"{name}()").replace("row()", f"{name}()")
             raise InvalidArgument(f"node {node}: {told}") from None

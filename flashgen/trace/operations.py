@@ -370,10 +370,17 @@ ROWS: Mapping[str, Row] = {
 }
 # fmt: on
 """By the name of the function, method or operator."""
+METHODS: Mapping[str, Row] = ROWS | {
+    "where": lambda t, input, condition, other: _where(t, condition, input, other),
+}
+"""The same of methods: `x.where(condition, y)` takes the condition second, `torch.where` first."""
 
 _NAMESPACES = (operator, torch, torch.Tensor, torch.special, F)
 FUNCTIONS: Mapping[Any, str] = {
-    getattr(space, name): name for space in _NAMESPACES for name in ROWS if hasattr(space, name)
+    getattr(space, name): name
+    for space in _NAMESPACES
+    for name in ROWS
+    if hasattr(space, name) and (space is not torch.Tensor or METHODS[name] is ROWS[name])
 }
 """The functions that have these names; another one of the same name may mean something else."""
 

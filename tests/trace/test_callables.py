@@ -358,6 +358,13 @@ def test_c36_computed_indices_stay_within_their_tensors() -> None:
             "where(q_idx >= k_idx, score, 0.0)",
         ),
         (lambda s, b, h, q, k: s.masked_fill(q < k, -float("inf")), "where(q_idx < k_idx, -inf, score)"),
+        # A method takes the condition second: of truth values the other order would pass unseen.
+        (lambda s, b, h, q, k: s.where(q < k, 0.0), "where(q_idx < k_idx, score, 0.0)"),
+        (lambda s, b, h, q, k: s.where(other=0.0, condition=q < k), "where(q_idx < k_idx, score, 0.0)"),
+        (
+            lambda s, b, h, q, k: s + (q < 3).where(q < k, h > 1),
+            "score + where(where(q_idx < k_idx, q_idx < 3, head > 1), 1, 0)",
+        ),
         (lambda s, b, h, q, k: s + TABLE[k + q], "score + table[min(k_idx + q_idx, table_size - 1)]"),
         (lambda s, b, h, q, k: s + torch.full_like(s, 2), "score + 2.0"),
     ],
