@@ -439,14 +439,23 @@ def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
     )
 
 
+def _is_of_pairs(expr: ex.Expr) -> bool:
+    """Whether a score rule has a value for each pair of a tile; one of rows, of keys or of heads alone would be
+    no tile that a row's maximum can be taken of.
+    """
+    symbols = ex.free_symbols(expr)
+    return "score" in symbols or ("k_idx" in symbols and not symbols.isdisjoint(("q_idx", "q_pos")))
+
+
 def render_score(spec: AttentionSpec) -> RenderedScore:
     """The score rule of a spec, or how the scale is applied without one."""
     rule = spec.score_mod
     if rule is None:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
     text = Printer(rule, (rule.expr,), early=("q", "pair"))
+    is_tile = _is_of_pairs(rule.expr)
     return RenderedScore(
-        text=text(rule.expr),
+        text=text(rule.expr) if is_tile else f"tl.zeros_like(score) + {text(rule.expr)}",
         folded=False,
         uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines("q"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from flashgen.errors import InvalidArgument
 from flashgen.spec import catalog
@@ -75,14 +74,12 @@ class _Parted:
     score: _Part | None
 
 
-@lru_cache(maxsize=4096)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=4096)
 def _parted(text: str, name: str) -> _Parted | None:
     # Of texts, as the joining of masks.
     rule = Rule.parse("score", text, name=name)
     kept, score = _kept(rule.expr, rule.types)
-    # Nothing is dropped, or all, which a mask says no better; or the kept score is a number of its own, which
-    # no kernel has a tile of.
+    # Nothing is dropped, or all, which a mask says no better; or the kept score is a number of its own.
     if kept in (TRUE, FALSE) or _SCORE.name not in ex.free_symbols(score):
         return None
     try:

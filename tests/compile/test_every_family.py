@@ -12,6 +12,7 @@ from flashgen.codegen.source import render
 from flashgen.errors import DoesNotFit
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.masks import parse_mask
+from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import parse_score_mod
 from flashgen.spec.target import find_target
 
@@ -46,6 +47,10 @@ CASES = [
         "nvidia-h200",
         ALIGNED,
         AttentionSpec(64, 64, "bf16", parse_mask("sliding_window(7, 3) & ~document").rule, return_lse=True),
+    ),
+    *(
+        ("nvidia-h200", ALIGNED, AttentionSpec(64, 64, "bf16", score_mod=Rule.parse("score", text)))
+        for text in ("0", "q_idx / 2", "table[k_idx] where table: fp32")  # none has a value for each pair
     ),
     ("nvidia-rtx5090", ALIGNED, AttentionSpec(256, 256, "bf16", parse_mask("causal & key_padding").rule)),
 ]

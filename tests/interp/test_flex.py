@@ -126,6 +126,24 @@ def test_rows_that_a_score_rule_leaves_nothing() -> None:
     assert_equal(None, score_mod)
 
 
+TABLE = torch.linspace(-2, 2, LENGTH)
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q_idx, kv_idx: torch.zeros_like(score),
+        lambda score, b, h, q_idx, kv_idx: 0.5 * h,
+        lambda score, b, h, q_idx, kv_idx: q_idx * 1.0,
+        lambda score, b, h, q_idx, kv_idx: TABLE[kv_idx],
+    ],
+    ids=["a number", "of heads", "of rows", "of keys"],
+)
+def test_score_rules_that_are_not_of_pairs(score_mod) -> None:
+    assert_equal(None, score_mod)
+    assert_equal(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, score_mod)
+
+
 def test_blocks_that_a_score_rule_drops_are_not_read() -> None:
     """Values of NaN where no row sees a key: a weight of 0 times NaN would be NaN."""
     width = 25
