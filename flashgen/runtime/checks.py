@@ -202,8 +202,8 @@ def as_mask(given: object) -> Mask:
 
 
 _NAMED_MASKS = {"full": FULL, "causal": masks.causal()}
-_parse_mask = lru_cache(maxsize=256)(masks.parse_mask)
-_parse_score_mod = lru_cache(maxsize=256)(parse_score_mod)
+_parse_mask = catalog.remembered(maxsize=256)(masks.parse_mask)
+_parse_score_mod = catalog.remembered(maxsize=256)(parse_score_mod)
 
 
 # A trace reads a text while it is made, and torch would take an error there for one of its own. What traced

@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any, Generic, TypeVar
 
 from flashgen.errors import InvalidArgument, UnknownName
@@ -40,6 +41,24 @@ def constant_in_traces(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def remembered(maxsize: int) -> Callable[[F], F]:
+    """Decorates a function of texts: `lru_cache` and `constant_in_traces` in one, for 0.1 us a call more.
+
+    torch.compile looks through an `lru_cache` that it meets, and warns its user that results may be wrong.
+    """
+
+    def decorate(function: F) -> F:
+        cached = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            return cached(*args)
+
+        return constant_in_traces(call)  # type: ignore[return-value]
+
+    return decorate
 
 
 def read(text: str, what: str, example: str, build: Callable[[ast.expr], T]) -> T:

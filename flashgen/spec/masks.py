@@ -6,7 +6,6 @@ import ast
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -60,14 +59,12 @@ def _identity(rule: Rule) -> tuple[str, str, str]:
 # Of texts, which torch.compile holds as constants; a rule it would have to take apart.
 
 
-@lru_cache(maxsize=4096)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=4096)
 def _joined(op: str, *identities: str) -> Combined:
     return rules.join(op, _rule(*identities[:3]), _rule(*identities[3:]))
 
 
-@lru_cache(maxsize=4096)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=4096)
 def _inverted(text: str, name: str, form: str) -> Rule:
     return rules.invert(_rule(text, name, form))
 
@@ -363,8 +360,7 @@ def neighborhood(window: Any, kernel: Any = None) -> Mask:
     return Mask(_grid(width), (height, kernel_h, kernel_w))
 
 
-@lru_cache(maxsize=256)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=256)
 def _grid(width: int) -> Rule:
     """Of both axes: from clamp(position - kernel // 2, 0, length - kernel) on, as many as `kernel`.
 
@@ -408,8 +404,7 @@ def block_sparse(block_mask: Any = "shared", block_size: Any = 128) -> Mask:
     return Mask(_blocks(differs, q_size, k_size), (), (block_mask,))
 
 
-@lru_cache(maxsize=256)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=256)
 def _blocks(differs: str, q_size: int, k_size: int) -> Rule:
     where = [symbol if symbol[0] in differs else "0" for symbol in ("batch", "head")]
     text = f"kept[{', '.join(where)}, q_idx // {q_size}, k_idx // {k_size}] where kept: i1"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from flashgen.errors import InvalidArgument
@@ -38,8 +37,7 @@ class ScoreMod(Bound):
         return rules.combine(composed, self, other)
 
 
-@lru_cache(maxsize=4096)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=4096)
 def _composed(*identities: str) -> Combined:
     # Of texts, as the joining of masks.
     return rules.compose(_rule(*identities[:3]), _rule(*identities[3:]))
@@ -134,8 +132,7 @@ def bias(tensor: Any = "bhqk", dtype: str = "fp32") -> ScoreMod:
     return ScoreMod(_bias(axes, given), (), (tensor,))
 
 
-@lru_cache(maxsize=256)
-@catalog.constant_in_traces
+@catalog.remembered(maxsize=256)
 def _bias(axes: str, dtype: str) -> Rule:
     indices = ", ".join(symbol if axis in axes else "0" for axis, symbol in _AXES.items())
     form = f'bias("{axes}", "{dtype}")'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ def draw(
 
 
 WINDOW = masks.sliding_window(3, 0)
+BIAS = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
 LENGTHS = torch.tensor([5, 3])
 PADDING = masks.causal() & masks.key_padding(LENGTHS)
 
@@ -95,6 +97,34 @@ def test_a_call_is_traced_without_a_graph_break(name: str, gradient: bool) -> No
             grads = [torch.autograd.grad(loss, inputs) for loss in losses]
             for one, other in zip(*grads, strict=True):
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def causal_choice(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(q_idx >= kv_idx, score, -math.inf)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"mask": "causal & sliding_window(3, 0)", "score_mod": "softcap(3.0)"},
+        lambda: {"mask": WINDOW, "score_mod": causal_choice},
+        lambda: {"mask": masks.causal() & WINDOW, "score_mod": (score_mods.softcap(3.0), score_mods.scale(2))},
+        lambda: {"mask": masks.neighborhood((4, 2), (3, 1)), "score_mod": score_mods.bias(BIAS)},
+        lambda: {"mask": masks.block_sparse(torch.ones(1, 1, 2, 2, dtype=torch.bool), 4)},
+    ],
+    ids=["texts", "choice", "joined", "grid and bias", "blocks"],
+)
+def test_a_rule_in_a_trace_warns_of_nothing(options: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    q = draw(8)[0]
+
+    def call(q: Tensor) -> Tensor:
+        return flashgen.attention(q, q, q, **options())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = torch.compile(call, fullgraph=True, backend="eager")(q)
+    torch.testing.assert_close(ours, call(q))
 
 
 @pytest.mark.parametrize("scale", [True, "0.5", math.inf, 1e39])
