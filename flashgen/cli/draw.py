@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import InvalidArgument
+from flashgen.settings import unwritable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 1024
 """Along each side; of more positions so many are drawn, at even distances."""
+MOST_TILES = 2**27
+"""Of which each is classified: 134 MB. A causal mask of 1,000,000 positions has 81 million, in 5 s."""
+MOST_LENGTH = 2**22
+"""Positions along each side: what a mask reads of each is a Python number here."""
 MOST_LINES = 64
 """Along each side, between tiles: more would hide what lies between them."""
+_NEED_LATEX = frozenset({"pgf"})
+"""Formats that matplotlib leaves to a program which few machines have."""
 
 
 class Pixel(IntEnum):
@@ -79,7 +86,8 @@ def picture(workload: Workload, tiling: Tiling) -> Picture:
     that the mask reads are drawn as for tuning.
 
     Raises:
-        InvalidArgument: the sequences are packed, or nobody can know what a sensible operand would be.
+        InvalidArgument: the sequences are packed, there are more than `MOST_TILES` or `MOST_LENGTH`, or nobody
+            can know what a sensible operand would be.
     """
     import numpy as np
     import torch
@@ -93,11 +101,17 @@ def picture(workload: Workload, tiling: Tiling) -> Picture:
             "--draw shows the tiles of a call whose sequences are not packed: leave out --varlen"
         )
     lengths, blocks = (workload.q_len, workload.k_len), (tiling.block_m, tiling.block_n)
+    counts = [-(-length // block) for length, block in zip(lengths, blocks, strict=True)]
+    if math.prod(counts) > MOST_TILES or max(lengths) > MOST_LENGTH:
+        raise InvalidArgument(
+            f"--draw counts each tile, and {lengths[0]:,} queries of {lengths[1]:,} keys have "
+            f"{math.prod(counts):,} of {blocks[0]} x {blocks[1]}; at most {MOST_TILES:,} are counted, and "
+            f"{MOST_LENGTH:,} positions along a side: give a smaller --seq, or --q-len and --k-len"
+        )
     mask, _ = make_rules(workload)
     env: dict[str, Any] = {"q_len": lengths[0], "k_len": lengths[1], "batch": 0, "head": 0, "kv_head": 0}
     numbers = {name: value for (name, _), value in zip(mask.rule.params, mask.values, strict=True)}
     tables = {each.name: table.tolist() for each, table in zip(mask.rule.operands, mask.tensors, strict=True)}
-    counts = [-(-length // block) for length, block in zip(lengths, blocks, strict=True)]
     classes = np.full(counts, Pixel.SKIPPED, dtype=np.uint8)
     for row, (partial, full) in enumerate(visited(mask.rule, env | numbers | tables, *blocks)):
         classes[row, partial] = Pixel.KEPT
@@ -123,16 +137,18 @@ def check(path: str) -> None:
     """Raises unless a picture could be written there.
 
     Raises:
-        InvalidArgument: matplotlib is not installed, or draws no such file.
+        InvalidArgument: matplotlib cannot be imported, draws no such file, or nothing can be written there.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except (ImportError, ValueError) as error:  # the second: a setting of its own, as MPLBACKEND
         raise InvalidArgument(
-            "--draw needs matplotlib, which is not installed: pip install matplotlib; in a checkout of "
-            "FlashGen pip install '.[draw]' does the same"
-        )
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
+            f"--draw needs matplotlib, which cannot be imported ({error}): pip install matplotlib; in a "
+            "checkout of FlashGen pip install '.[draw]' does the same"
+        ) from error
+    known = FigureCanvasBase.get_supported_filetypes().keys() - _NEED_LATEX
+    if why := unwritable(Path(path).absolute().parent):
+        raise InvalidArgument(f"--draw {path}: {why}; give another file")
     if Path(path).suffix.removeprefix(".").lower() not in known:
         raise InvalidArgument(
             f"--draw {path}: a picture is a file of {', '.join(sorted(known))}, as mask.png"
@@ -143,7 +159,10 @@ def draw(made: Picture, title: str, path: str) -> None:
     """Writes a picture, with a legend: tiles by class, and the pairs within partial ones.
 
     Args:
-        path: a file that `check` found right; one that is there is replaced.
+        path: a file that `check` found right; its folder is made, and a file that is there is replaced.
+
+    Raises:
+        OSError: it cannot be written.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -172,4 +191,5 @@ def draw(made: Picture, title: str, path: str) -> None:
     axes.set_title(f"{title}\n{made}", fontsize="medium")
     patches = [Patch(facecolor=colour, edgecolor="grey", label=words) for colour, words in _LOOKS.values()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

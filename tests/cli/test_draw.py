@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,11 +130,38 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         done = show(*words)
         assert done.exit_code == USAGE and told in done.stderr
     if importlib.util.find_spec("matplotlib") is not None:
-        done = show("--draw", tmp_path / "mask.xyz")
-        assert done.exit_code == USAGE and "a picture is a file of " in done.stderr
-        done = show("--draw", tmp_path / "none" / "mask.png")
-        assert done.exit_code == 1 and "none/mask.png" in done.stderr
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        (tmp_path / "file").touch()
+        for name, told in (
+            ("mask.xyz", "a picture is a file of "),
+            ("mask.pgf", "a picture is a file of "),
+            ("mask", "a picture is a file of "),
+            ("file/mask.png", "file is no folder; give another file"),
+        ):
+            done = show("--draw", tmp_path / name)
+            assert done.exit_code == USAGE and told in done.stderr, name
+            assert "showing" not in done.stderr, "known before anything is looked up"
+    for broken in ("", "raise ImportError('no module of numpy fits')"):
+        with monkeypatch.context() as patch:
+            if broken:
+                (tmp_path / "matplotlib.py").write_text(broken)
+                patch.syspath_prepend(tmp_path)
+            for name in [each for each in sys.modules if each.split(".")[0] == "matplotlib"]:
+                patch.delitem(sys.modules, name)
+            if not broken:
+                patch.setitem(sys.modules, "matplotlib", None)
+            done = show("--draw", path)
+        assert done.exit_code == USAGE and "--draw needs matplotlib, which cannot be imported" in done.stderr
+        assert "pip install matplotlib" in done.stderr and not path.exists()
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(2**24, 2**24), (1, 2**31 - 1), (2**31 - 1, 1)])
+def test_lengths_without_an_end_are_refused_before_anything_is_made(q_len: int, k_len: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"--draw counts each tile, and {q_len:,} queries of {k_len:,}"):
+        picture(workload("document", q_len, k_len), TILING)
+
+
+def test_the_folder_of_a_picture_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "mask.png"
     done = show("--draw", path)
-    assert done.exit_code == USAGE and "--draw needs matplotlib" in done.stderr
-    assert "pip install matplotlib" in done.stderr and not path.exists()
+    assert done.exit_code == 0 and path.stat().st_size > 1000, done.output
