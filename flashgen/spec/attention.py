@@ -269,6 +269,11 @@ class Workload:
                 f"documents={self.documents} is for masks that read the document of each key, and "
                 f"{shown(self.spec.mask.text)} does not; leave it out, or name a mask such as document"
             )
+        if self.documents > max(self.k_len, 1):
+            raise InvalidArgument(
+                f"documents={self.documents} of k_len={self.k_len} keys must be at most as many as these; "
+                "give fewer, or a longer sequence"
+            )
         rows = self.batch * self.heads
         if rows > MAX_INDEX:
             raise InvalidArgument(

@@ -174,3 +174,6 @@ def test_documents_are_for_masks_that_read_them() -> None:
         replace(WORK, documents=8)
     with pytest.raises(InvalidArgument, match="documents=-1 must be at least 0"):
         replace(work, documents=-1)
+    assert replace(work, documents=4096).documents == 4096
+    with pytest.raises(InvalidArgument, match="documents=4097 of k_len=4096 keys must be at most as many"):
+        replace(work, documents=4097)
