@@ -83,6 +83,7 @@ PATHS: list[tuple[str, str, list[str]]] = [
     ("explain", "--model", []),
     ("export", "--model", ["--out", "X"]),
     ("export", "--out", ["--suite", "ci"]),
+    ("show", "--draw", []),
     ("show", "--model", []),
     ("simulate", "", []),
     ("tune", "--model", []),
