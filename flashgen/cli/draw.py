@@ -86,8 +86,8 @@ def picture(workload: Workload, tiling: Tiling) -> Picture:
     that the mask reads are drawn as for tuning.
 
     Raises:
-        InvalidArgument: the sequences are packed, there are more than `MOST_TILES` or `MOST_LENGTH`, or nobody
-            can know what a sensible operand would be.
+        InvalidArgument: the sequences are packed, there are more than `MOST_TILES` or `MOST_LENGTH`, or
+            nobody can know what a sensible operand would be.
     """
     import numpy as np
     import torch

@@ -440,8 +440,8 @@ def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
 
 
 def _is_of_pairs(expr: ex.Expr) -> bool:
-    """Whether a score rule has a value for each pair of a tile; one of rows, of keys or of heads alone would be
-    no tile that a row's maximum can be taken of.
+    """Whether a score rule has a value for each pair of a tile: one of rows, of keys or of heads alone is no
+    tile that a row's maximum can be taken of.
     """
     symbols = ex.free_symbols(expr)
     return "score" in symbols or ("k_idx" in symbols and not symbols.isdisjoint(("q_idx", "q_pos")))

@@ -370,7 +370,8 @@ ROWS: Mapping[str, Row] = {
 }
 # fmt: on
 """By the name of the function, method or operator."""
-METHODS: Mapping[str, Row] = ROWS | {
+METHODS: Mapping[str, Row] = {
+    **ROWS,
     "where": lambda t, input, condition, other: _where(t, condition, input, other),
 }
 """The same of methods: `x.where(condition, y)` takes the condition second, `torch.where` first."""

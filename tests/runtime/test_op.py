@@ -36,6 +36,7 @@ def draw(
 
 
 WINDOW = masks.sliding_window(3, 0)
+SOFTCAP = score_mods.softcap(3.0)
 BIAS = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
 LENGTHS = torch.tensor([5, 3])
 PADDING = masks.causal() & masks.key_padding(LENGTHS)
@@ -108,13 +109,15 @@ def causal_choice(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
     [
         lambda: {"mask": "causal & sliding_window(3, 0)", "score_mod": "softcap(3.0)"},
         lambda: {"mask": WINDOW, "score_mod": causal_choice},
-        lambda: {"mask": masks.causal() & WINDOW, "score_mod": (score_mods.softcap(3.0), score_mods.scale(2))},
+        lambda: {"mask": masks.causal() & WINDOW, "score_mod": (SOFTCAP, score_mods.scale(2))},
         lambda: {"mask": masks.neighborhood((4, 2), (3, 1)), "score_mod": score_mods.bias(BIAS)},
         lambda: {"mask": masks.block_sparse(torch.ones(1, 1, 2, 2, dtype=torch.bool), 4)},
     ],
     ids=["texts", "choice", "joined", "grid and bias", "blocks"],
 )
-def test_a_rule_in_a_trace_warns_of_nothing(options: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_in_a_trace_warns_of_nothing(
+    options: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     q = draw(8)[0]
 
