@@ -266,5 +266,4 @@ def test_packed_sequences_that_cannot_be_named() -> None:
     told = run("tune", *H200, "--varlen", "9000", "--seq", "1024", "--batch", "8", code=USAGE).output
     assert "total_q=9000 must be from 0 to 8192" in told
     assert "--varlen 0 must be at least 1" in run("tune", *H200, "--varlen", "0", code=USAGE).output
-    assert "leave out --varlen" in run("bench", "--varlen", "4096", "--seq", "1024", code=USAGE).output
     assert "leave out --varlen" in run("tune", *H200, "--suite", "ci", "--varlen", "4096", code=USAGE).output
