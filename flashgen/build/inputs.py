@@ -113,22 +113,15 @@ def make_inputs(
     spec = workload.spec
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    batch, q_len, k_len, packed = workload.batch, workload.q_len, workload.k_len, None
+    packed = None
     if spec.packed:
-        layout, batch, q_len, k_len = "bshd", 1, workload.total_q, workload.total_k
+        layout = "bshd"
         packed = tuple(starts(lengths).to(device) for lengths in packed_lengths(workload, seed))
-
-    def normal(heads: int, length: int, dim: int) -> torch.Tensor:
-        shape = (batch, heads, length, dim)
-        ordered = [shape[axis] for axis in LAYOUTS[layout]]
-        dtype = torch.float32 if spec.quantized else TORCH[spec.dtype]
-        return torch.randn(ordered, generator=generator, dtype=dtype, device=device)
-
+    dtype = torch.float32 if spec.quantized else TORCH[spec.dtype]
     mask, score_mod = make_rules(workload, device, seed)
     q, k, v = (
-        normal(workload.heads, q_len, spec.head_dim),
-        normal(workload.kv_heads, k_len, spec.head_dim),
-        normal(workload.kv_heads, k_len, spec.head_dim_v),
+        torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        for shape in _shapes(workload, layout)[:3]
     )
     quantized = None
     if spec.quantized:
@@ -232,23 +225,27 @@ def density(workload: Workload) -> str:
 def contiguous_facts(workload: Workload) -> CallFacts:
     """The facts of a call with freshly allocated tensors of these sizes; nothing is allocated for it."""
     spec = workload.spec
-
-    batch, q_len, k_len, layout = workload.batch, workload.q_len, workload.k_len, "bhsd"
-    if spec.packed:
-        batch, q_len, k_len, layout = 1, workload.total_q, workload.total_k, "bshd"
-
-    def empty(heads: int, length: int, dim: int, dtype: str = spec.dtype) -> torch.Tensor:
-        shape = (batch, heads, length, dim)
-        ordered = [shape[axis] for axis in LAYOUTS[layout]]
-        return torch.empty(ordered, dtype=TORCH[dtype], device="meta")
-
-    return call_facts(
-        empty(workload.heads, q_len, spec.head_dim),
-        empty(workload.kv_heads, k_len, spec.head_dim),
-        empty(workload.kv_heads, k_len, spec.head_dim_v),
-        empty(workload.heads, q_len, spec.head_dim_v, spec.result_dtype),
-        layout,
+    layout = "bshd" if spec.packed else "bhsd"
+    dtypes = (*(spec.dtype,) * 3, spec.result_dtype)
+    q, k, v, out = (
+        torch.empty(shape, dtype=TORCH[dtype], device="meta")
+        for shape, dtype in zip(_shapes(workload, layout), dtypes, strict=True)
     )
+    return call_facts(q, k, v, out, layout)
+
+
+def _shapes(workload: Workload, layout: str) -> list[list[int]]:
+    """Of q, k, v and the output, in a layout; packed sequences are the rows of one, in `bshd`."""
+    spec, batch, q_len, k_len = workload.spec, workload.batch, workload.q_len, workload.k_len
+    if spec.packed:
+        batch, q_len, k_len = 1, workload.total_q, workload.total_k
+    shapes = (
+        (batch, workload.heads, q_len, spec.head_dim),
+        (batch, workload.kv_heads, k_len, spec.head_dim),
+        (batch, workload.kv_heads, k_len, spec.head_dim_v),
+        (batch, workload.heads, q_len, spec.head_dim_v),
+    )
+    return [[shape[axis] for axis in LAYOUTS[layout]] for shape in shapes]
 
 
 # Operands
@@ -273,9 +270,9 @@ def _documents(workload: Workload, shape: _Shape, generator: torch.Generator) ->
     """
     keys = torch.arange(workload.k_len).expand(workload.batch, -1).contiguous()
     if workload.documents:
-        cuts = (workload.batch, workload.documents - 1)
-        starts = torch.randint(0, workload.k_len + 1, cuts, generator=generator)
-        return torch.searchsorted(starts.sort().values, keys, right=True)
+        count = (workload.batch, workload.documents - 1)
+        cuts = torch.randint(0, workload.k_len + 1, count, generator=generator)
+        return torch.searchsorted(cuts.sort().values, keys, right=True)
     least = -(-workload.k_len // 16)
     most = max(least, workload.k_len // 4)
     lengths = torch.randint(least, most + 1, (workload.batch, 16), generator=generator)
