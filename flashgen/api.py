@@ -23,10 +23,9 @@ from flashgen.build.arguments import LAYOUTS
 from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
-from flashgen.runtime import op, torch_path
+from flashgen.runtime import gradients, op, torch_path
 from flashgen.runtime.checks import (
     IS_TRANSFORMED,
-    NEEDS_GRADIENT,
     Call,
     Given,
     as_mask,
@@ -140,7 +139,9 @@ def attention(
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched.
 
-    CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute it.
+    CPU tensors are computed by the reference. Gradients of q, k and v are computed by kernels; under
+    torch.compile, of CPU and 8-bit tensors, and where what a rule reads or the sinks need one, by torch's own
+    operations.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
@@ -158,7 +159,8 @@ def attention(
         return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
         if _differentiated(q, k, v, given, mask, score_mod):
-            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+            arguments = (q, k, v, mask, score_mod, scale, layout, return_lse, given)
+            return _differentiable(*arguments, by_kernels=True)
         return _serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
 
@@ -402,8 +404,20 @@ def _learned(rule: Any) -> bool:
     return any(each is not None and each.requires_grad for each in getattr(rule, "tensors", ()))
 
 
-def _differentiable(*arguments: Any) -> Any:
-    return as_result(torch_path.attention(check(*arguments)))
+def _differentiable(*arguments: Any, by_kernels: bool = False) -> Any:
+    """A call that needs a gradient.
+
+    Args:
+        by_kernels: whether kernels may compute it: not of tensors that a mode of torch or a trace watches.
+    """
+    call = check(*arguments)
+    if by_kernels and not gradients.refused(call, _without_gradients):
+        return as_result(gradients.attention(call, _dispatcher()))
+    return as_result(torch_path.attention(call))
+
+
+def _without_gradients(call: Call) -> str:
+    return _dispatcher().without_gradients(call)
 
 
 def _unusual(
@@ -691,15 +705,16 @@ def explain(
         call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse, sinks)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
-    if _differentiated(q, k, v, given, call.mask, call.score_mod):
-        return explanations.explain_without_kernel(call, NEEDS_GRADIENT)
+    needed = _differentiated(q, k, v, given, call.mask, call.score_mod)
+    if needed and (reason := gradients.refused(call, _without_gradients)):
+        return explanations.explain_without_kernel(call, f"a gradient is needed: {reason}")
     if call.empty:
         return Explanation.of_nothing(explanations.describe_call(call), str(q.device))
     if not q.is_cuda:
         return explanations.explain_without_kernel(
             call, f"kernels run on CUDA, the tensors are on {q.device}", "the reference in float32"
         )
-    return _dispatcher().explain(call, q.get_device())
+    return _dispatcher().explain(call, q.get_device(), gradients=needed)
 
 
 def explain_workload(

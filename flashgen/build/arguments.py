@@ -144,6 +144,35 @@ def flatten_packed(
     # fmt: on
 
 
+def flatten_gradients(
+    dout: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dlse: torch.Tensor | None,
+    layout: str = "bhsd",
+    pointers: bool = True,
+) -> tuple[Any, ...]:
+    """What the environment of `bwd` has behind that of `fwd` (without sinks).
+
+    Args:
+        dout: the gradient of the output, of its shape.
+        dq, dk, dv: what is computed, of the shapes of q, k and v.
+        dlse: the gradient of the LSE, as the LSE is for `flatten`.
+        layout, pointers: as for `flatten`.
+    """
+    address: Callable[[torch.Tensor], Any] = _address if pointers else _itself
+    tensors = (dout, dq, dk, dv)
+    strides = [each.stride() for each in tensors]
+    if layout == "bshd":
+        strides = [(b, h, r, d) for b, r, h, d in strides]
+    return (
+        *map(address, tensors),
+        0 if dlse is None else address(dlse),
+        *(stride for each in strides for stride in each),
+    )
+
+
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
@@ -180,6 +209,22 @@ def facts_code(env: tuple[Any, ...], itemsize: int, tensors: Sequence[torch.Tens
         return 0
     # fmt: on
     return _exact_code(env, itemsize, tensors)
+
+
+def gradients_code(
+    env: tuple[Any, ...], entries: tuple[Any, ...], itemsize: int, tensors: Sequence[torch.Tensor] = ()
+) -> int:
+    """Which of `FACTS` a call of `bwd` is: the least that q, k, v and the output allow, and their gradients.
+
+    Args:
+        env, itemsize, tensors: as for `facts_code`.
+        entries: as `flatten_gradients` made them, with addresses.
+    """
+    dout, dq, dk, dv, dlse, *strides = entries
+    # Their place in the environment is that of what they are gradients of.
+    alike = (dq, dk, dv, dout, dlse, *strides[4:], *strides[:4], *env[21:])
+    codes = [facts_code(each, itemsize, tensors) for each in (env, alike)]
+    return max(code % 4 for code in codes) + 4 * max(code // 4 for code in codes)
 
 
 def _exact_code(env: tuple[Any, ...], itemsize: int, tensors: Sequence[torch.Tensor]) -> int:

@@ -86,9 +86,10 @@ def compile_kernel(
     if stored is None:
         stored = _compile_somewhere(source, facts, target, cache / "kernels")
         _write(cache / "artifacts", key, stored)
-    if stored.shared_bytes > target.shared_per_block:
+    needed = max(each.shared_bytes for each in (stored, *stored.parts))
+    if needed > target.shared_per_block:
         raise DoesNotFit(
-            f"{source.name} needs {stored.shared_bytes / KIB:.1f} KB of shared memory a block, "
+            f"{source.name} needs {needed / KIB:.1f} KB of shared memory a block, "
             f"{target.name or target.key} has {target.shared_per_block / KIB:.0f} KB"
         )
     return stored

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashgen.build.arguments import call_facts, flatten, flatten_packed
+from flashgen.build.arguments import call_facts, flatten, flatten_gradients, flatten_packed
 from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
@@ -94,6 +94,22 @@ class Inputs:
         if self.sinks is None:
             return ()
         return (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
+
+    def gradient_environment(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        dlse: torch.Tensor | None = None,
+        pointers: bool = True,
+    ) -> tuple[Any, ...]:
+        """The call environment of `bwd`, from what the forward call gave.
+
+        Args:
+            gradients: dout, and where dq, dk and dv go; see `arguments.flatten_gradients`.
+        """
+        forward = replace(self, sinks=None).environment(out, lse, pointers)
+        return (*forward, *flatten_gradients(*gradients, dlse, self.layout, pointers))
 
 
 def make_inputs(

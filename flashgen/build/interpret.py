@@ -78,9 +78,9 @@ def _value(arg: Arg, values: dict[str, Any]) -> Any:
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
     if arg.source.startswith("scratch."):
         return TensorDescriptor(value, list(value.shape), strides, list(arg.box))
-    heads = values["heads" if arg.source == "q" else "kv_heads"]
-    rows = values["q_len" if arg.source == "q" else "k_len"]
-    dims = values["head_dim_v" if arg.source == "v" else "head_dim"]
+    heads = values["heads" if arg.source in ("q", "dout") else "kv_heads"]
+    rows = values["q_len" if arg.source in ("q", "dout") else "k_len"]
+    dims = values["head_dim_v" if arg.source in ("v", "dout") else "head_dim"]
     if "sequences" in values:
         return _two_row_axes(value.as_strided((rows, heads, dims), [strides[i] for i in (2, 1, 3)]), arg)
     base = value.as_strided((values["batch"], heads, rows, dims), strides)

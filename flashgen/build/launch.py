@@ -51,6 +51,7 @@ _EXTENTS = {
     "k": ("batch", "kv_heads", "k_len", "head_dim"),
     "v": ("batch", "kv_heads", "k_len", "head_dim_v"),
     "out": ("batch", "heads", "q_len", "head_dim_v"),
+    "dout": ("batch", "heads", "q_len", "head_dim_v"),
 }
 _RANK = len(AXES)
 

@@ -80,9 +80,18 @@ def evaluate_rule(bound: Bound, env: Mapping[str, Any]) -> Any:
     if any(tensor is None for tensor in bound.tensors):
         missing = ", ".join(operand.name for operand in bound.missing)
         raise InvalidArgument(f"{bound.describe()} has no tensor for {missing}; give it with bind()")
+    return _evaluated(bound, bound.rule.expr, env)
+
+
+def evaluate_slope(bound: Bound, env: Mapping[str, Any]) -> Any:
+    """The derivative of a score rule by the score, as `evaluate_rule` evaluates the rule."""
+    return _evaluated(bound, ex.derivative(bound.rule.expr), env)
+
+
+def _evaluated(bound: Bound, expr: ex.Expr, env: Mapping[str, Any]) -> Any:
     names = [name for name, _ in bound.rule.params] + [operand.name for operand in bound.rule.operands]
     own = zip(names, (*bound.values, *bound.tensors), strict=True)
-    return ex.evaluate(bound.rule.expr, {**env, **dict(own)}, TORCH_FUNCTIONS)
+    return ex.evaluate(expr, {**env, **dict(own)}, TORCH_FUNCTIONS)
 
 
 def symbols(
@@ -188,6 +197,74 @@ def attention_reference(
     return output if rounded is None else output.to(rounded).to(dtype), torch.cat(lses, 2)
 
 
+def gradients_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    round_to: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention_reference`, written out as kernels compute them.
+
+    With p a weight, dp = dout . v its gradient and delta = sum(p * dp) - dlse over a row, the gradient of a
+    score is p * (dp - delta), times the slope of the score rule (Dao et al. 2022, FlashAttention, appendix
+    B.2; the LSE's gradient by d lse / d score = p).
+
+    Args:
+        q, k, v, mask, score_mod, scale, sinks, dtype: as for `attention_reference`.
+        dout: the gradient of the output, of its shape.
+        dlse: that of the LSE, (batch, heads, q_len).
+        round_to: round where a kernel with inputs of this dtype rounds: the output, and weights and gradients
+            of scores before they are multiplied, and the results.
+
+    Returns:
+        dq, dk, dv in `dtype`. Rows that see no key have gradients of zero and give none.
+    """
+    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
+    keys, heads = slice(0, problem.k_len), q.shape[1]
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor if round_to is None else tensor.to(round_to).to(dtype)
+
+    def of_each_head(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+    def of_each_group(tensor: Tensor) -> Tensor:
+        return tensor.reshape(tensor.shape[0], k.shape[1], -1, *tensor.shape[2:]).sum(2)
+
+    every_q, every_k, every_v = problem.q.flatten(1, 2), of_each_head(problem.k), of_each_head(problem.v)
+    dq, dk, dv = (torch.zeros_like(each) for each in (every_q, problem.k, problem.v))
+    with without_autocast(q.device.type):
+        for rows in _chunks(problem):
+            env, scaled = problem.symbols(rows, keys), problem.scaled(rows, keys)
+            scores = ruled(scaled, mask, score_mod, env)
+            seen = with_sink(scores, sinks).logsumexp(-1, keepdim=True)
+            none = seen == -math.inf
+            weights = torch.exp(scores - seen.masked_fill(none, 0.0))
+            given = dout[:, :, rows].to(dtype)
+            out = rounded(exact_product(rounded(weights), every_v))
+            delta = (given * out).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta = delta - dlse[:, :, rows, None].to(dtype)
+            delta = delta.masked_fill(none, 0.0)
+            of_scores = weights * (exact_product(given, every_v.transpose(2, 3)) - delta)
+            if score_mod is not None:
+                slope = on_device(evaluate_slope(score_mod, {**env, "score": scaled}), q.device).to(dtype)
+                of_scores = (of_scores * slope).masked_fill(scores == -math.inf, 0.0)
+            weights, of_scores = rounded(weights), rounded(of_scores)
+            dq[:, :, rows] = exact_product(of_scores, every_k) * problem.scale
+            dk += of_each_group(exact_product(of_scores.transpose(2, 3), every_q[:, :, rows])) * problem.scale
+            dv += of_each_group(exact_product(weights.transpose(2, 3), given))
+    return rounded(dq), rounded(dk), rounded(dv)
+
+
 def packed_reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Sequence[int], cu_k: Sequence[int], **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -269,12 +346,20 @@ class _Problem:
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
         """Scores (batch, heads, rows, keys) after scale, score rule and mask; -inf for what is not seen."""
+        return ruled(self.scaled(rows, keys), self.mask, self.score_mod, self.symbols(rows, keys))
+
+    def scaled(self, rows: slice, keys: slice) -> Tensor:
+        """Scores (batch, heads, rows, keys) in natural units, before any rule."""
         batch, kv_heads, group = self.q.shape[:3]
         shape = (batch, kv_heads * group, rows.stop - rows.start, keys.stop - keys.start)
         # The group joins the rows, so that no copy of the keys is made for each head of a group.
         products = exact_product(self.q[:, :, :, rows].flatten(2, 3), self.k[:, :, keys].transpose(2, 3))
-        scores = products.reshape(shape) * self.scale
-        env = symbols(
+        return products.reshape(shape) * self.scale
+
+    def symbols(self, rows: slice, keys: slice) -> dict[str, Tensor | int]:
+        """The symbols of rules for some rows and keys."""
+        batch, kv_heads, group = self.q.shape[:3]
+        return symbols(
             rows,
             keys,
             batch=batch,
@@ -285,7 +370,6 @@ class _Problem:
             device=self.q.device,
             sequence=self.sequence,
         )
-        return ruled(scores, self.mask, self.score_mod, env)
 
     def weighted_values(self, weights: Tensor, keys: slice) -> Tensor:
         """weights @ v with each head's own values; (batch, heads, rows, head_dim_v)."""

@@ -22,6 +22,7 @@ from flashgen.settings import VERSION, unwritable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from flashgen.build.inputs import Inputs
     from flashgen.measure.bench import Clock
@@ -284,7 +285,9 @@ def compared(workload: Workload, opposed: Ready, clock: Clock, passes: int, floo
     launches, families, errors, left_out, visits = opposed
     timings = {}
     if launches:
-        timings = compare(launches, clock, passes=passes, floor_us=floor_us, graph_below_us=HOST_US)
+        # Autograd runs a backward pass on its forward pass's stream, which no graph can capture.
+        graph_below_us = 0.0 if workload.spec.op == "bwd" else HOST_US
+        timings = compare(launches, clock, passes=passes, floor_us=floor_us, graph_below_us=graph_below_us)
     rows = []
     for name, timing in timings.items():
         if timing.status is not Status.OK:
@@ -335,7 +338,7 @@ class Visits:
 class Ready(NamedTuple):
     """The implementations of a workload, by name."""
 
-    launches: dict[str, Launch]
+    launches: dict[str, Callable[[], Any]]
     families: dict[str, str]
     """The kernel family; empty for a peer."""
     errors: dict[str, float]
@@ -353,6 +356,8 @@ def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
     from flashgen.measure.peers import build_peer
 
     inputs = make_inputs(workload, device)
+    if workload.spec.op == "bwd":
+        return _ready_backward(workload, inputs, impls)
     expected = Expected(inputs, workload.spec)
     made = Ready({}, {}, {}, {}, {})
     for name in impls:
@@ -380,6 +385,59 @@ def ready(workload: Workload, device: str, impls: Sequence[str]) -> Ready:
         if visits is not None:
             made.visits[name] = visits
     return made
+
+
+def _ready_backward(workload: Workload, inputs: Inputs, impls: Sequence[str]) -> Ready:
+    """Backward passes alone: each implementation's own forward pass has been before."""
+    from flashgen.measure.check_gradients import GradientRig
+    from flashgen.measure.peers import build_backward
+
+    rig = GradientRig(inputs, workload.spec)
+    dout, made = inputs.bhsd(rig.dout), Ready({}, {}, {}, {}, {})
+    launch: Callable[[], Any]
+    for name in impls:
+        try:
+            if name in (WHOLE, WIDENED):
+                raise Unsupported(f"{name} is for the attention itself, and these are gradients")
+            if name == OURS:
+                launch, made.families[name] = _our_backward(inputs, dout)
+            else:
+                launch, made.families[name] = build_backward(name, inputs, dout), ""
+        except FlashGenError as error:
+            made.left_out[name] = str(error)
+            continue
+        # Others round the gradients of k and v for each query head before they add those of a group.
+        of_a_kernel = made.families[name] not in ("", "torch")
+        verdict = rig.expected.judge(launch(), slack=1.0 if of_a_kernel else 2.0)
+        made.errors[name] = verdict.max_error
+        if verdict.ok:
+            made.launches[name] = launch
+        else:
+            made.left_out[name] = f"wrong: {verdict.reason}"
+    return made
+
+
+def _our_backward(inputs: Inputs, dout: Tensor) -> tuple[Callable[[], Any], str]:
+    """The backward pass of a user's call, and the family of its kernels; `torch` where none serves."""
+    import torch
+
+    from flashgen import api
+    from flashgen.measure.peers import backward_of, needing
+
+    inputs = needing(inputs)
+    options: dict[str, Any] = {
+        "mask": inputs.mask,
+        "score_mod": inputs.score_mod,
+        "sinks": inputs.sinks,
+        "scale": inputs.scale,
+        "layout": inputs.layout,
+    }
+    with torch.enable_grad():
+        told = api.explain(inputs.q, inputs.k, inputs.v, **options)
+    launch = backward_of(
+        lambda: inputs.bhsd(api.attention(inputs.q, inputs.k, inputs.v, **options)), inputs, dout
+    )
+    return launch, told.gradients or "torch"
 
 
 def _widened(inputs: Inputs) -> Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,10 +65,12 @@ class Selection:
     score: str | None = None
     sinks: str | None = None
     dtype: str | None = None
+    backward: bool | None = None
+    """Whether gradients are meant; None is no."""
 
     def __bool__(self) -> bool:
         """Whether anything was named."""
-        return any(getattr(self, f.name) not in (None, ()) for f in fields(self))
+        return any(getattr(self, f.name) not in (None, ()) for f in fields(self) if f.name != "backward")
 
     @property
     def words(self) -> str:
@@ -77,11 +79,11 @@ class Selection:
         for f in fields(self):
             value = getattr(self, f.name)
             for each in value if isinstance(value, tuple) else () if value is None else (value,):
-                words += [_option(f.name), str(each)]
+                words += [_option(f.name)] if each is True else [_option(f.name), str(each)]
         return shlex.join(words)
 
     def _refuse(self, option: str, why: str, *allowed: str) -> None:
-        names = [f.name for f in fields(self) if f.name not in allowed]
+        names = [f.name for f in fields(self) if f.name not in (*allowed, "backward")]
         given = [_option(name) for name in names if getattr(self, name) not in (None, ())]
         if given:
             raise InvalidArgument(f"{option} {why}: leave out {', '.join(given)}, or leave out {option}")
@@ -104,11 +106,11 @@ class Selection:
         """
         if self.suite:
             self._refuse("--suite", "names its shapes", "suite")
-            return tuple(dict.fromkeys(each for name in self.suite for each in suite_workloads(name)))
+            return self._meant(each for name in self.suite for each in suite_workloads(name))
         if self.model is not None:
             self._refuse("--model", "gives heads, head dim, dtype and masks", "model", "seq")
             self._check_sizes()
-            return workloads_from_hf_config(self.model, self.seq or None)
+            return self._meant(workloads_from_hf_config(self.model, self.seq or None))
         if not self:
             raise InvalidArgument(
                 "no workload was named; give --suite NAME, --model path/to/config.json, or sizes such as "
@@ -123,7 +125,7 @@ class Selection:
             raise InvalidArgument("--seq and --q-len both set the number of queries: leave out one of them")
         only_keys = DEFAULT_SEQ if self.k_len is None else self.k_len
         lengths = self.seq or (only_keys if self.q_len is None else self.q_len,)
-        return tuple(
+        return self._meant(
             replace(
                 workload if self.varlen is None else packed(workload, self.varlen),
                 documents=self.documents or 0,
@@ -143,6 +145,15 @@ class Selection:
                 head_dim_v=self.head_dim_v,
             )
         )
+
+    def _meant(self, forward: Iterable[Workload]) -> tuple[Workload, ...]:
+        """The workloads themselves, or their gradients; each once."""
+        if self.backward and self.varlen is not None:
+            raise InvalidArgument(
+                "--backward --varlen: gradients of packed sequences have no kernel yet; leave out one of them"
+            )
+        meant = (replace(each, spec=each.spec.backward()) if self.backward else each for each in forward)
+        return tuple(dict.fromkeys(meant))
 
     def _batch(self, longest: int, q_len: int) -> int:
         """Sequences; of packed ones so many that they are half as long as the longest on average."""
@@ -209,6 +220,12 @@ _WORKLOAD_OPTIONS = (
         f"{SINK_DTYPES[0]} where none is named.  [default: none]",
     ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the inputs.  [default: bf16]"),
+    click.option(
+        "--backward",
+        is_flag=True,
+        default=None,
+        help="The gradients of q, k and v in place of the attention itself.",
+    ),
 )
 
 

@@ -15,6 +15,9 @@ from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import DESCALES, AttentionSpec, CallFacts
 
 TENSORS = ("q", "k", "v", "out")
+GRADIENTS = ("dout", "dq", "dk", "dv")
+"""The gradients of `TENSORS`: that of the output is given, the others are what `bwd` computes."""
+
 AXES = ("batch", "head", "row", "dim")
 """Stride order in the environment, whatever the layout of the tensors."""
 
@@ -45,8 +48,8 @@ ELEMENT_BYTES = {"i32": 4, "fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 # What an entry of the environment, by its name, may be passed as; strides by `Abi.facts.wide`.
 _POINTER, _DESCRIPTOR = r"\*[a-z]+\w+", r"tensordesc<[a-z]+\w+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
-    "|".join(TENSORS): f"{_POINTER}|{_DESCRIPTOR}",
-    r"lse|sinks|operand\.\w+|descale\.\w+": _POINTER,
+    "|".join((*TENSORS, *GRADIENTS)): f"{_POINTER}|{_DESCRIPTOR}",
+    r"lse|dlse|sinks|operand\.\w+|descale\.\w+": _POINTER,
     r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
     r"scratch\.\w+\.extent\.\w+": "i32",
     "|".join((*SIZES, "sequences")): "i32",
@@ -56,7 +59,8 @@ _PASSED_AS = {
     WORKSPACE: r"\*i32",
 }
 _STRIDE = r"[\w.]+\.stride\.\w+"
-_ALLOCATED = ("out", "lse", WORKSPACE)  # by FlashGen: aligned whatever the call is
+ALLOCATED = ("out", "lse", "dq", "dk", "dv", WORKSPACE)
+"""By FlashGen: aligned whatever the call is."""
 _RANGES = {
     "grid.block_m": (1, 1024),
     "grid.pack": (1, 64),
@@ -154,8 +158,9 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
     pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). For 8-bit
     inputs follow a factor on v (those on q and k are in the scale), then for each of q, k and v the
     pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). For packed
-    sequences follow those of `PACKED`; where there are sinks, their pointer and stride. A launch of several
-    kernels adds the entries of each buffer that they share (`Scratch.names`).
+    sequences follow those of `PACKED`; where there are sinks, their pointer and stride; for `bwd` the
+    pointers of `GRADIENTS` and `dlse`, then four strides of each of the former. A launch of several kernels
+    adds the entries of each buffer that they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
     names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
@@ -174,6 +179,9 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
         names += PACKED
     if spec.sinks:
         names += ["sinks", "sinks.stride.head"]
+    if spec.op == "bwd":
+        names += [*GRADIENTS, "dlse"]
+        names += [f"{tensor}.stride.{axis}" for tensor in GRADIENTS for axis in AXES]
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
@@ -205,9 +213,14 @@ class Arg:
         return tuple(int(n) for n in self.type[self.type.index("[") + 1 : self.type.index("]")].split(","))
 
 
+def letter_of(tensor: str) -> str:
+    """What a tensor's strides are named by: `stride_qm` is of Q's rows, `stride_dqm` of those of DQ."""
+    return tensor[0].lower() if tensor.lower() in TENSORS else f"d{tensor[1].lower()}"
+
+
 def tensor_arguments(tensor: str, dtype: str, packed: bool = False) -> tuple[Arg, ...]:
-    """Q, K, V or OUT as pointer and strides; packed sequences have none between them."""
-    source, letter, row = tensor.lower(), tensor[0].lower(), "n" if tensor in ("K", "V") else "m"
+    """Q, K, V, OUT or a gradient as pointer and strides; packed sequences have none between them."""
+    source, letter, row = tensor.lower(), letter_of(tensor), "n" if tensor[-1] in "KV" else "m"
     short = [each for each in zip(("b", "h", row, "d"), AXES, strict=True) if not (packed and each[0] == "b")]
     strides = (Arg(f"stride_{letter}{axis}", f"{source}.stride.{name}", "i32") for axis, name in short)
     return (Arg(tensor, source, f"*{dtype}"), *strides)
@@ -293,7 +306,7 @@ class Abi:
         if not re.fullmatch(types, arg.type):
             raise InvalidArgument(f"{arg.name}: type={arg.type!r} cannot take {arg.source}; allowed: {types}")
         _check_range("divisor", arg.divisor)
-        allocated = arg.source in _ALLOCATED or arg.source.startswith("scratch.")
+        allocated = arg.source in ALLOCATED or arg.source.startswith("scratch.")
         if arg.divisor > 1 and self.facts.access != "aligned" and not allocated:
             raise InvalidArgument(f"{arg.name}: divisor={arg.divisor} needs aligned calls")
         unit = arg.source.endswith(".stride.dim") and self.facts.access != "strided"
@@ -340,6 +353,7 @@ class Part:
     """Of an aligned call, grouped as in the rendered signature."""
     grid: Grid
     num_warps: int = 4
+    num_stages: int = 1
 
     @property
     def signature(self) -> list[str]:

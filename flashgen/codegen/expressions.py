@@ -35,6 +35,9 @@ _CALLS = {
     "%": "floor_mod",
 }
 
+_COSTLY = frozenset({"exp", "exp2", "log", "log2", "sqrt", "tanh"})
+"""Functions that are evaluated once where a score rule and its derivative share them."""
+
 _ROUNDS_DOWN = ("//", "%")
 """Operators that Triton rounds towards zero, which is the same where nothing is negative."""
 _NOT_NEGATIVE = frozenset(ex.SYMBOLS) - {"q_pos", "score"} | {"q_first", "q_last", "k_first", "k_last"}
@@ -314,7 +317,9 @@ class RenderedLists:
 
 @dataclass(frozen=True, slots=True)
 class RenderedMask:
-    """A mask as the templates use it."""
+    """A mask as the templates use it: for a tile of rows that walks keys, or one of keys that walks rows. For
+    the latter, rows and keys change places in what is said here.
+    """
 
     keep: tuple[str, ...]
     """Element mask over q_idx (or q_pos) and k_idx, in lines of readable length."""
@@ -351,7 +356,7 @@ class RenderedMask:
 
 @dataclass(frozen=True, slots=True)
 class RenderedScore:
-    """The score rule as the templates use it."""
+    """The score rule as the templates use it; rows and keys change places as in a `RenderedMask`."""
 
     text: str
     """Natural-unit score from `score`; empty when there is no rule."""
@@ -366,31 +371,45 @@ class RenderedScore:
     may_drop: bool = False
     """Whether it may give -inf, so that a row may have seen no key though no mask drops any: what floats a
     rule reads may be -inf, and its parameters are finite."""
+    slope: str = ""
+    """Its derivative by the score; empty where that is 1, or not wanted."""
+    shared: tuple[str, ...] = ()
+    """Lines for what rule and derivative share."""
 
 
-def render_mask(rule: Rule, may_list: bool = True) -> RenderedMask:
-    """Element mask of a rule, and its key ranges or, where it may have them and needs them, its lists."""
+_OTHER = {"k": "q", "q": "k"}
+
+
+def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool = False) -> RenderedMask:
+    """Element mask of a rule, and its key ranges or, where it may have them and needs them, its lists.
+
+    Args:
+        along: what a tile walks: `k`, or `q` for ranges of queries.
+        apart: whether what is read of each block has lines of its own even where nothing is listed.
+    """
     lists = tiles.lists(rule) if may_list else None
-    found = tiles.ranges(rule, "k") if lists is None else ()
+    found = tiles.ranges(rule, along) if lists is None else ()
     bounds = [bound for each in found for bound in _bounds(each)]
-    early = ("q",) if lists is None else ("q", "k", "pair")
+    across = _OTHER[along]
+    apart = apart or lists is not None
+    early = ("q", "k", "pair") if apart else (across,)
     text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
     always = ex.constant(rule.expr) is True
-    keep = text(ex.substitute(rule.expr, terms))
+    keep, there = text(ex.substitute(rule.expr, terms)), _IN_BOUNDS[frozenset({along})]
 
     def lines_of(side: str) -> tuple[str, ...]:
         return tuple(f"{name.name} = {text(each)}" for each, name in terms.items() if side_of(each) == side)
 
     return RenderedMask(
-        keep=_lines("k_idx < k_len" if always else f"({keep}) & (k_idx < k_len)"),
+        keep=_lines(there if always else f"({keep}) & ({there})"),
         ranges=tuple(
             _rendered_range(text, each, f"_{i}" if len(found) > 1 else "") for i, each in enumerate(found)
         ),
         wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines("q") + lines_of("q"),
-        key_loads=text.side_lines("k") + text.side_lines("pair"),
-        key_terms=lines_of("k"),
+        row_loads=text.side_lines(across) + lines_of(across),
+        key_loads=text.side_lines(along) + text.side_lines("pair") if apart else (),
+        key_terms=lines_of(along),
         symbols=text.symbols,
         bound_symbols=frozenset().union(*map(ex.free_symbols, bounds)),
         visit_symbols=frozenset().union(
@@ -447,20 +466,49 @@ def _is_of_pairs(expr: ex.Expr) -> bool:
     return "score" in symbols or ("k_idx" in symbols and not symbols.isdisjoint(("q_idx", "q_pos")))
 
 
-def render_score(spec: AttentionSpec) -> RenderedScore:
-    """The score rule of a spec, or how the scale is applied without one."""
+def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
+    """The score rule of a spec, or how the scale is applied without one; for `bwd` with its derivative.
+
+    Args:
+        along: what a tile walks, as for `render_mask`.
+    """
     rule = spec.score_mod
     if rule is None:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
-    text = Printer(rule, (rule.expr,), early=("q", "pair"))
-    is_tile = _is_of_pairs(rule.expr)
+    exprs = (rule.expr,) if spec.op == "fwd" else (rule.expr, ex.derivative(rule.expr))
+    text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
+    names = _shared(exprs)
+    slope = "" if exprs[-1] == ex.ONE else text(ex.substitute(exprs[-1], names))
+    changed = text(ex.substitute(rule.expr, names))
     return RenderedScore(
-        text=text(rule.expr) if is_tile else f"tl.zeros_like(score) + {text(rule.expr)}",
+        text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
         folded=False,
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines("q"),
+        row_loads=text.side_lines(_OTHER[along]),
         symbols=text.symbols,
-        helpers=_helpers(rule.expr),
+        helpers=_helpers(*exprs),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
+        slope=slope if spec.op == "bwd" else "",
+        shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
     )
+
+
+def _shared(exprs: tuple[ex.Expr, ...]) -> dict[ex.Expr, ex.Symbol]:
+    """A name for each costly function that several expressions evaluate, what stands in another first."""
+    if len(exprs) == 1:
+        return {}
+    often = Counter(
+        node for each in exprs for node in ex.walk(each) if isinstance(node, ex.Apply) and node.op in _COSTLY
+    )
+    found = sorted((each for each, times in often.items() if times > 1), key=ex.depth)
+    ops = [each.op for each in found]
+    return {
+        each: ex.Symbol(f"score__{each.op}{f'_{ops[:i].count(each.op)}' if ops.count(each.op) > 1 else ''}")
+        for i, each in enumerate(found)
+    }
+
+
+def _inside(expr: ex.Expr, names: dict[ex.Expr, ex.Symbol]) -> ex.Expr:
+    """The expression with what stands in it under its names."""
+    return ex.rebuild(expr, tuple(ex.substitute(part, names) for part in ex.children(expr)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.attention_bwd import ATTENTION_BWD
 from flashgen.codegen.attention_fwd import ATTENTION_FWD
 from flashgen.codegen.attention_fwd_sm90 import ATTENTION_FWD_SM90
 from flashgen.codegen.family import Family
@@ -10,8 +11,13 @@ from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
 from flashgen.spec.target import Target
 
-FAMILIES = {family.name: family for family in (ATTENTION_FWD_SM90, ATTENTION_FWD)}
+FAMILIES = {family.name: family for family in (ATTENTION_FWD_SM90, ATTENTION_FWD, ATTENTION_BWD)}
 """In the order in which their defaults are tried."""
+
+
+def computing(spec: AttentionSpec) -> tuple[Family, ...]:
+    """The families that compute what a spec does, in the table's order, whether or not they serve it."""
+    return tuple(family for family in FAMILIES.values() if family.op == spec.op)
 
 
 def find_family(name: str) -> Family:
@@ -42,7 +48,7 @@ def serving(
     Raises:
         Unsupported: none does; the message lists each one's reason.
     """
-    reasons = {family: family.supports(spec, target) for family in FAMILIES.values()}
+    reasons = {family: family.supports(spec, target) for family in computing(spec)}
     if facts is not None:
         for family in (family for family, reason in reasons.items() if not reason):
             reasons[family] = _without_default(family, spec, target, facts, heads_per_kv)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from flashgen.codegen.abi import Grid, Part, Scratch
+from flashgen.codegen.abi import Arg, Grid, Part, Scratch
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.config import OPTIONAL, SHORT_NAMES, Config, Value
@@ -128,6 +128,8 @@ class Family:
     """Whether a default splits the keys of a call whose rows leave the GPU idle."""
     derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
     """What else the template reads: values that follow from config and spec."""
+    signature: Callable[[Config, AttentionSpec], tuple[tuple[Arg, ...], ...]] | None = None
+    """The main kernel's arguments, grouped by line, where they are not those of `fwd`."""
     parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
     """The other kernels of a rendered file, in the order they run."""
     scratch: Callable[[Config, AttentionSpec], tuple[Scratch, ...]] = lambda config, spec: ()

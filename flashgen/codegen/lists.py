@@ -6,7 +6,7 @@ from the front and of the latter from the back. The main kernel walks that list.
 
 Packed sequences have none: a list for each tile of the longest sequence, times all sequences, would take many
 times what their tokens need. There the mask's ranges say what is visited, and of each pair is asked whether
-it is kept.
+it is kept; so do gradients for now, whose tiles of keys would need lists of queries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPARE = 1
 
 def used(spec: AttentionSpec) -> bool:
     """Whether kernels of a spec walk lists."""
-    return not spec.packed and listed(spec.mask)
+    return spec.op == "fwd" and not spec.packed and listed(spec.mask)
 
 
 def scratch(spec: AttentionSpec, tiling: Tiling) -> tuple[Scratch, ...]:

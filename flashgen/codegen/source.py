@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flashgen.codegen import lists, splits
 from flashgen.codegen.abi import (
+    ALLOCATED,
     WORKSPACE,
     Abi,
     Arg,
@@ -24,6 +25,7 @@ from flashgen.codegen.abi import (
 )
 from flashgen.codegen.attention_fwd_sm90 import ROWS as CONSUMER_ROWS
 from flashgen.codegen.attention_fwd_sm90 import TRANSPOSED
+from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.environment import environment, tidy
 from flashgen.codegen.expressions import render_mask, render_score, rule_arguments
 from flashgen.codegen.families import FAMILIES
@@ -44,33 +46,6 @@ class Toolchain:
         """(3, 6) of 3.6.0: what templates compare; of what reads otherwise (0, 0)."""
         found = re.match(r"(\d+)\.(\d+)", self.triton)
         return tuple(map(int, found.groups())) if found else (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A power-of-two piece of a head dim, as the template names it."""
-
-    tensor: str
-    """Argument the chunk is loaded from or stored to: Q, K, V, OUT."""
-    name: str
-    """Variable that holds the tile."""
-    dims: str
-    """Variable that holds the chunk's indices along the head dim."""
-    suffix: str
-    offset: int
-    size: int
-    limit: int
-    """The head dim: indices from here on do not exist."""
-
-    @property
-    def letter(self) -> str:
-        """As in the strides: `stride_qm` is q's."""
-        return self.tensor[0].lower()
-
-    @property
-    def padded(self) -> bool:
-        """Whether the chunk reaches past the head dim."""
-        return self.offset + self.size > self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +77,7 @@ class KernelSource:
             grid=tiling.grid_of(self.spec) if part is None else part.grid,
             max_registers=tiling.max_registers if part is None else 0,
             num_warps=tiling.num_warps if part is None else part.num_warps,
-            num_stages=tiling.num_stages if part is None else 1,
+            num_stages=(tiling if part is None else part).num_stages,
             facts=facts,
         )
 
@@ -110,11 +85,11 @@ class KernelSource:
 def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
     """What the compiler may assume of an argument, and its width, for calls of this kind."""
     divisor, constant, kind = arg.divisor, arg.constant, arg.type
-    if arg.source in ("out", "lse", WORKSPACE):  # allocated by FlashGen
+    if arg.source in ALLOCATED:  # by FlashGen
         divisor = 16
     elif arg.source.startswith("scratch."):  # as well, and what a stride divides by is the part's to say
         divisor = 16 if arg.type.startswith("*") else divisor
-    elif arg.source in ("q", "k", "v") and not arg.is_descriptor:
+    elif arg.source in ("q", "k", "v", "dout", "dlse") and not arg.is_descriptor:
         divisor = 16 if facts.access == "aligned" else 1
     elif arg.source.endswith("stride.dim"):
         constant = 1 if facts.access != "strided" else None
@@ -125,24 +100,8 @@ def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
     return Arg(arg.name, arg.source, kind, divisor, constant, arg.offset)
 
 
-def chunks(spec: AttentionSpec, tensor: str) -> tuple[Chunk, ...]:
-    """The chunks of Q, K, V or OUT; one chunk has no suffix, several carry their offset: `k_64`."""
-    of_v = tensor in ("V", "OUT")
-    head_dim = spec.head_dim_v if of_v else spec.head_dim
-    axis = "dims_v" if of_v and spec.head_dim_v != spec.head_dim else "dims"
-    sizes = spec.v_chunks if of_v else spec.qk_chunks
-    made, offset = [], 0
-    for size in sizes:
-        suffix = f"_{offset}" if len(sizes) > 1 else ""
-        name = ("acc" if tensor == "OUT" else tensor.lower()) + suffix
-        made.append(Chunk(tensor, name, axis + suffix, suffix, offset, size, head_dim))
-        offset += size
-    return tuple(made)
-
-
 def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[tuple[Arg, ...]]:
     """A tensor as pointer and strides, or as one descriptor a chunk."""
-    source = tensor.lower()
     dtype = spec.result_dtype if tensor == "OUT" else spec.dtype
     if tensor == "V" and any(buffer.name == TRANSPOSED for buffer in _scratch(config, spec)):
         keys = FAMILIES[config.family].tiling(config).block_n
@@ -153,12 +112,7 @@ def _tensor_arguments(tensor: str, spec: AttentionSpec, config: Config) -> list[
             )
         ]
     if rows := _descriptor_rows(tensor, config):
-        return [
-            tuple(
-                Arg(tensor + c.suffix, source, f"tensordesc<{dtype}[1,{rows},{c.size}]>", offset=c.offset)
-                for c in chunks(spec, tensor)
-            )
-        ]
+        return [described(spec, tensor, dtype, rows)]
     return [tensor_arguments(tensor, dtype, spec.packed)]
 
 
@@ -181,7 +135,10 @@ def _descriptor_rows(tensor: str, config: Config) -> str:
 
 def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ...]:
     """The kernel's arguments in order, grouped by line of the signature."""
-    tiling = FAMILIES[config.family].tiling(config)
+    family = FAMILIES[config.family]
+    if family.signature is not None:
+        return family.signature(config, spec)
+    tiling = family.tiling(config)
     whole = tiling.splits == 1  # else output and LSE are another kernel's
     tensors = ("Q", "K", "V", "OUT") if whole else ("Q", "K", "V")
     groups = [g for tensor in tensors for g in _tensor_arguments(tensor, spec, config)]
@@ -199,7 +156,7 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
         sizes.insert(0, Arg("sequences", "sequences", "i32"))
         sizes.append(Arg("q_tokens", "q_len", "i32"))
     else:
-        if FAMILIES[config.family].language == "gluon":
+        if family.language == "gluon":
             sizes.insert(0, Arg("batches", "batch", "i32"))
         sizes += [Arg(name, name, "i32") for name in ("q_len", "k_len")]
     sizes.append(Arg("scale", "scale", "fp32"))
@@ -236,7 +193,7 @@ def kernel_name(spec: AttentionSpec, config: Config) -> str:
     """`attention_fwd_d128_causal_softcap_bf16_m128n64w8s3_tma_heads`: what it is, as an identifier."""
     rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
     extras = [f"to_{spec.out_dtype}"] if spec.out_dtype else []
-    extras += ["lse"] if spec.return_lse else []
+    extras += [{"fwd": "lse", "bwd": "dlse"}[spec.op]] if spec.return_lse else []
     extras += ["sinks"] if spec.sinks else []
     packed = ["varlen"] if spec.packed else []
     return "_".join([config.family, *packed, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
@@ -266,7 +223,8 @@ def _tree_text(node: object) -> str:
 def _title(spec: AttentionSpec) -> str:
     """Lines of the file's docstring: what the kernel computes."""
     packed = "packed sequences, " if spec.packed else ""
-    lines = [f"Attention forward, {packed}head_dim {spec.head_dim}, {spec.dtype_label}."]
+    what = {"fwd": "forward", "bwd": "backward"}[spec.op]
+    lines = [f"Attention {what}, {packed}head_dim {spec.head_dim}, {spec.dtype_label}."]
     if spec.head_dim_v != spec.head_dim:
         lines[0] = lines[0][:-1] + f", values of {spec.head_dim_v}."
     lines.append(f"Mask {spec.mask.name}: {spec.mask.text}")
@@ -283,7 +241,8 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
     family = FAMILIES[config.family]
     arguments = _arguments(spec, config)
     parts, scratch = family.parts(config, spec), _scratch(config, spec)
-    mask, score = render_mask(spec.mask, may_list=not spec.packed), render_score(spec)
+    mask = render_mask(spec.mask, may_list=lists.used(spec), apart=spec.op == "bwd")
+    score = render_score(spec)
     name = kernel_name(spec, config)
     text = tidy(
         environment()

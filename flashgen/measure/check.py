@@ -10,7 +10,8 @@ of keys is off by a few per cent of a small number).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +144,8 @@ class Expected:
         The whole output is looked at for what is unwritten or not finite, the compared heads for errors.
         """
         for name, tensor in (("out", out), ("lse", lse)):
-            if tensor is not None and (flaw := _flaw(name, tensor)):
-                return Verdict(math.nan, flaw)
+            if tensor is not None and (found := flaw(name, tensor)):
+                return Verdict(math.nan, found)
         selected = out if self.pairs is None else _picked(out, self.pairs)
         largest, relative = self._errors(selected)
         if largest > self.max_limit:
@@ -249,12 +250,12 @@ def _lse_error(lse: Tensor, exact: Tensor) -> float:
     return float((lse.to(exact.dtype)[seen] - exact[seen]).abs().amax())
 
 
-def _flaw(name: str, tensor: Tensor) -> str:
+def flaw(name: str, tensor: Tensor) -> str:
     """What is wrong with a result whatever it should be: parts unwritten, NaN or infinite."""
     unwritten = int((_bits(tensor) == _POISON[tensor.element_size()][1]).sum())
     if unwritten:
         return f"{unwritten} of {tensor.numel()} elements of {name} were never written, or only added to"
-    finite = torch.isfinite(tensor) if name == "out" else torch.isfinite(tensor) | (tensor == -math.inf)
+    finite = torch.isfinite(tensor) | (tensor == -math.inf) if name == "lse" else torch.isfinite(tensor)
     odd = tensor.numel() - int(finite.sum())
     return f"{odd} of {tensor.numel()} elements of {name} are NaN or infinite" if odd else ""
 
@@ -305,35 +306,46 @@ def fingerprint(tensors: list[Tensor]) -> int:
     return total
 
 
-Run = Callable[[Tensor, Tensor | None], None]
-"""Computes into out (in the inputs' layout) and, unless it is None, lse."""
+Run = Callable[..., None]
+"""Computes into the buffers of a rig, as `AnyRig.buffers` gives them."""
 
 
 class MemoryDamage(Exception):
     """A kernel changed memory that is not its own; the process that ran it starts afresh."""
 
 
-class Rig:
-    """Everything the trials of one workload share: inputs, what to expect, and result buffers."""
+class AnyRig(ABC):
+    """Everything the trials of one workload share: inputs, what to expect, and result buffers.
 
-    def __init__(self, inputs: Inputs, spec: AttentionSpec, all_scores: int = ALL_SCORES) -> None:
+    Args:
+        sources: what a launch must leave as it is.
+        results: shape and dtype of each result; None for one that is not wanted.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        sources: Sequence[Tensor],
+        results: Sequence[tuple[tuple[int, ...], torch.dtype] | None],
+    ) -> None:
         self.inputs = inputs
-        self.expected = Expected(inputs, spec, all_scores)
-        self._sources = [inputs.q, inputs.k, inputs.v]
+        self._sources = list(sources)
         self._print = fingerprint(self._sources)
-        device, (batch, heads, q_len, _) = inputs.q.device, inputs.bhsd(inputs.q).shape
-        out_shape = (*inputs.q.shape[:3], inputs.v.shape[3])
+        self._results = [
+            [None if each is None else Poisoned(*each, inputs.q.device) for each in results] for _ in range(2)
+        ]
 
-        def result() -> tuple[Poisoned, Poisoned | None]:
-            lse = Poisoned((batch, heads, q_len), torch.float32, device) if spec.return_lse else None
-            return Poisoned(out_shape, TORCH[spec.result_dtype], device), lse
+    @abstractmethod
+    def environment(self, *buffers: Tensor | None) -> tuple[Any, ...]:
+        """The call environment of a launch into such buffers."""
 
-        self._results = result(), result()
+    @abstractmethod
+    def judge(self) -> Verdict:
+        """Whether the first of the two results is right."""
 
-    def buffers(self, side: int = 0) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) of one of the two results; lse is None unless the spec wants it."""
-        out, lse = self._results[side]
-        return out.tensor, None if lse is None else lse.tensor
+    def buffers(self, side: int = 0) -> tuple[Tensor | None, ...]:
+        """Where one of the two results goes, in order; None for what is not wanted."""
+        return tuple(None if each is None else each.tensor for each in self._results[side])
 
     def examine(self, run: Run) -> tuple[Verdict, bool]:
         """Runs a kernel twice into poisoned buffers and judges it.
@@ -344,7 +356,8 @@ class Rig:
         Raises:
             MemoryDamage: the inputs changed, and cannot be used again.
         """
-        poisoned = [each for result in self._results for each in result if each is not None]
+        pairs = [each for each in zip(*self._results, strict=True) if each[0] is not None]
+        poisoned = [each for pair in pairs for each in pair if each is not None]
         for each in poisoned:
             each.poison()
         for side in range(2):
@@ -353,7 +366,28 @@ class Rig:
             raise MemoryDamage("the kernel wrote outside its output: the inputs changed")
         if any(each.overrun() for each in poisoned):
             return Verdict(math.nan, "the kernel wrote outside its output: a guard zone changed"), True
-        half = len(poisoned) // 2
-        same = all(torch.equal(a.bits, b.bits) for a, b in zip(poisoned[:half], poisoned[half:], strict=True))
+        same = all(torch.equal(a.bits, b.bits) for a, b in pairs if a is not None and b is not None)
+        return self.judge(), same
+
+
+class Rig(AnyRig):
+    """Of `fwd`: the buffers are out, in the inputs' layout, and the LSE or None."""
+
+    def __init__(self, inputs: Inputs, spec: AttentionSpec, all_scores: int = ALL_SCORES) -> None:
+        self.expected = Expected(inputs, spec, all_scores)
+        batch, heads, q_len, _ = inputs.bhsd(inputs.q).shape
+        out = ((*inputs.q.shape[:3], inputs.v.shape[3]), TORCH[spec.result_dtype])
+        lse = ((batch, heads, q_len), torch.float32) if spec.return_lse else None
+        super().__init__(inputs, (inputs.q, inputs.k, inputs.v), (out, lse))
+
+    def environment(self, *buffers: Tensor | None) -> tuple[Any, ...]:
+        """See `AnyRig`."""
+        out, lse = buffers
+        assert out is not None
+        return self.inputs.environment(out, lse)
+
+    def judge(self) -> Verdict:
+        """See `AnyRig`."""
         out, lse = self.buffers()
-        return self.expected.judge(self.inputs.bhsd(out), lse), same
+        assert out is not None
+        return self.expected.judge(self.inputs.bhsd(out), lse)

@@ -360,10 +360,12 @@ def packed_mask_mod(problem: Problem) -> Keep:
 def _flex(keep_of: Callable[[Problem], Keep | None]) -> Callable[[Problem], Launch]:
     def build(problem: Problem) -> Launch:
         import torch._dynamo.config as dynamo
+        import torch._functorch.config as functorch
         from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         # At its recompile limit FlexAttention goes on without its kernel, forty times slower: fail instead.
         dynamo.fail_on_recompile_limit_hit = True
+        functorch.donated_buffer = False  # a backward pass is timed many times, and would give inputs away
         q, k, v = (each.contiguous() for each in (problem.q, problem.k, problem.v))
         q_len, k_len = q.shape[2], k.shape[2]
         inputs, block_mask, keep = problem.inputs, None, keep_of(problem)
@@ -486,13 +488,56 @@ def build_peer(name: str, inputs: Inputs) -> Launch:
     except Unsupported:
         raise
     except Exception as error:  # a peer fails in its own ways; none of them may end the benchmark
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = f": {lines[0][:200]}" if lines else ""
-        raise Unsupported(f"{peer.title} failed with {type(error).__name__}{told}") from error
+        raise _failed(peer, error) from error
     wanted = (*problem.q.shape[:3], problem.v.shape[3])
     if tuple(out.shape) != wanted:
         raise Unsupported(f"{peer.title} gave an output of shape {tuple(out.shape)}, not {wanted}")
     return launch
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v, (batch, heads, rows, dims)."""
+
+
+def needing(inputs: Inputs) -> Inputs:
+    """The same with q, k and v that need gradients."""
+    q, k, v = (each.detach().requires_grad_() for each in (inputs.q, inputs.k, inputs.v))
+    return replace(inputs, q=q, k=k, v=v)
+
+
+def backward_of(forward: Launch, inputs: Inputs, dout: Tensor) -> Callable[[], Gradients]:
+    """A function that enqueues the backward pass alone.
+
+    Args:
+        forward: from `inputs` that are `needing`; called once, here.
+        dout: the gradient of its output, (batch, heads, q_len, head_dim_v).
+    """
+    with torch.enable_grad():
+        out = forward()
+
+    def launch() -> Gradients:
+        given = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), dout, retain_graph=True)
+        dq, dk, dv = (inputs.bhsd(each) for each in given)
+        return dq, dk, dv
+
+    return launch
+
+
+def build_backward(name: str, inputs: Inputs, dout: Tensor) -> Callable[[], Gradients]:
+    """A peer's backward pass, run once; errors as `build_peer`'s."""
+    inputs = needing(inputs)
+    launch = backward_of(build_peer(name, inputs), inputs, dout)
+    try:
+        launch()
+    except Exception as error:
+        raise _failed(PEERS[name], error) from error
+    return launch
+
+
+def _failed(peer: Peer, error: Exception) -> Unsupported:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = f": {lines[0][:200]}" if lines else ""
+    return Unsupported(f"{peer.title} failed with {type(error).__name__}{told}")
 
 
 def versions() -> dict[str, str]:

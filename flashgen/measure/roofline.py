@@ -206,16 +206,21 @@ def tiles(workload: Workload, block_m: int, block_n: int) -> float:
 
 
 def flops(workload: Workload) -> float:
-    """Floating-point operations of the two products over the pairs that the mask leaves."""
+    """Floating-point operations of the products over the pairs that the mask leaves: two, and for gradients
+    five, of which three are along the head dim of keys (scores once more, dk and dq) and two along that of
+    values (the gradients of weights, and dv)."""
     spec = workload.spec
     pairs = visible(workload).pairs * workload.q_tokens * workload.k_len * workload.heads
-    return 2.0 * pairs * (spec.head_dim + spec.head_dim_v)
+    of_keys, of_values = {"fwd": (1, 1), "bwd": (3, 2)}[spec.op]
+    return 2.0 * pairs * (of_keys * spec.head_dim + of_values * spec.head_dim_v)
 
 
 def input_bytes(workload: Workload) -> float:
-    """Bytes of q, k and v that must be read; keys that no query sees need not be."""
+    """Bytes of q, k and v that must be read, and for gradients of the output and its gradient; keys that no
+    query sees need not be."""
     spec = workload.spec
-    q = workload.heads * workload.q_tokens * spec.head_dim
+    of_rows = spec.head_dim + (2 * spec.head_dim_v if spec.op == "bwd" else 0)
+    q = workload.heads * workload.q_tokens * of_rows
     kv = workload.kv_heads * workload.k_tokens * (spec.head_dim + spec.head_dim_v) * visible(workload).keys
     return float(spec.itemsize * (q + kv))
 

@@ -24,7 +24,7 @@ from flashgen.spec.target import Target
 
 if TYPE_CHECKING:
     from flashgen.measure.bench import Clock, Timing
-    from flashgen.measure.check import Rig, Run
+    from flashgen.measure.check import AnyRig, Run
 
 PREPARE_TIMEOUT_S = 300.0
 """Importing torch, a CUDA context, inputs and the reference of a workload."""
@@ -233,11 +233,11 @@ class Device(Protocol):
     clock: Clock
     machine: Machine
 
-    def rig(self, workload: Workload) -> Rig:
+    def rig(self, workload: Workload) -> AnyRig:
         """Inputs, expected output and buffers of a workload, on this device."""
         ...
 
-    def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
+    def load(self, trial: Trial, rig: AnyRig) -> tuple[Run, Callable[[], None]]:
         """A function that enqueues the trial's kernel, and one that unloads it."""
         ...
 
@@ -251,7 +251,7 @@ class Executor:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._rig: Rig | None = None
+        self._rig: AnyRig | None = None
         self._floor_us = 0.0
         self._answers: Mapping[type, Callable[[Any], Any]] = {
             Describe: lambda _: device.machine,
@@ -279,11 +279,11 @@ class Executor:
         unload()
         return outcome
 
-    def _outcome(self, run: Run, rig: Rig, best_us: float) -> Measurement:
+    def _outcome(self, run: Run, rig: AnyRig, best_us: float) -> Measurement:
         from flashgen.measure.bench import time_kernel
 
-        def synchronous(out: Any, lse: Any) -> None:
-            run(out, lse)
+        def synchronous(*buffers: Any) -> None:
+            run(*buffers)
             self._device.synchronize()  # a fault belongs to the launch that caused it
 
         verdict, same = rig.examine(synchronous)
@@ -293,9 +293,9 @@ class Executor:
         if not same:
             reason = "two runs on the same inputs gave different bits"
             return Measurement(Status.UNSTABLE, max_error=error, reason=reason)
-        out, lse = rig.buffers()
+        buffers = rig.buffers()
         timing = time_kernel(
-            lambda: run(out, lse), self._device.clock, best_us=best_us, floor_us=self._floor_us
+            lambda: run(*buffers), self._device.clock, best_us=best_us, floor_us=self._floor_us
         )
         return dataclasses.replace(_measurement(timing), max_error=error)
 
@@ -304,11 +304,11 @@ class Executor:
 
         rig = self._rig
         assert rig is not None, "a comparison before its workload was prepared"
-        out, lse = rig.buffers()
+        buffers = rig.buffers()
         loaded = {str(i): self._device.load(trial, rig) for i, trial in enumerate(job.trials)}
 
         def launch_of(run: Run) -> Callable[[], None]:
-            return lambda: run(out, lse)
+            return lambda: run(*buffers)
 
         launches = {name: launch_of(run) for name, (run, _) in loaded.items()}
         timings = compare(launches, self._device.clock, passes=job.passes, floor_us=self._floor_us)
@@ -346,23 +346,23 @@ class CudaDevice:
         self.clock: Clock = CudaClock(index, target.l2_mib)
         self.machine = Machine(target, str(torch.__version__), driver_version())
 
-    def rig(self, workload: Workload) -> Rig:
+    def rig(self, workload: Workload) -> AnyRig:
         """See `Device`."""
         from flashgen.build.inputs import make_inputs
-        from flashgen.measure.check import Rig
+        from flashgen.measure.check_gradients import rig_of
 
         self._torch.cuda.empty_cache()
-        return Rig(make_inputs(workload, f"cuda:{self._index}"), workload.spec)
+        return rig_of(make_inputs(workload, f"cuda:{self._index}"), workload.spec)
 
-    def load(self, trial: Trial, rig: Rig) -> tuple[Run, Callable[[], None]]:
+    def load(self, trial: Trial, rig: AnyRig) -> tuple[Run, Callable[[], None]]:
         """See `Device`."""
         from flashgen.build.launch import load_kernel
 
         assert trial.artifact is not None, "only a compiled kernel can run"
-        kernel, inputs, torch = load_kernel(trial.artifact, self._index), rig.inputs, self._torch
+        kernel, torch = load_kernel(trial.artifact, self._index), self._torch
 
-        def run(out: Any, lse: Any) -> None:
-            env = inputs.environment(out, lse)
+        def run(*buffers: Any) -> None:
+            env = rig.environment(*buffers)
             kernel.launch(env, torch.cuda.current_stream(self._index).cuda_stream)
 
         return run, kernel.unload

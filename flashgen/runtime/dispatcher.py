@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.build.arguments import FACTS, facts_code, flatten, flatten_packed
+from flashgen.build.arguments import (
+    FACTS,
+    facts_code,
+    flatten,
+    flatten_gradients,
+    flatten_packed,
+    gradients_code,
+)
 from flashgen.build.quantized import E4M3
-from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel
+from flashgen.codegen.families import serving
+from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel, Unsupported
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
     DTYPE_NAMES,
@@ -45,7 +53,14 @@ from flashgen.runtime.policy import (
     Source,
 )
 from flashgen.settings import MISS_POLICIES
-from flashgen.spec.attention import MAX_INDEX, CallFacts, Workload, length_code, number_code
+from flashgen.spec.attention import (
+    MAX_INDEX,
+    AttentionSpec,
+    CallFacts,
+    Workload,
+    length_code,
+    number_code,
+)
 from flashgen.spec.config import Config
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import values_and_tensors
@@ -92,7 +107,7 @@ class Plan:
 
 
 class Dispatcher:
-    """Serves calls on CUDA tensors that need no gradient.
+    """Serves calls on CUDA tensors, and their gradients; `runtime.gradients` brings the two together.
 
     Args:
         policy: the candidates and their order.
@@ -133,6 +148,7 @@ class Dispatcher:
         self._refused: dict[tuple[Any, ...], str] = {}
         self._tuned: set[tuple[Any, ...]] = set()  # being tuned, or done
         self._told: set[object] = set()
+        self._without_gradients: dict[tuple[AttentionSpec, int], str] = {}
         self._lock = threading.RLock()
         self.resolves = 0
         """How many misses were resolved."""
@@ -350,12 +366,77 @@ class Dispatcher:
             return as_result(plan.otherwise(check_packed(*arguments)))
         return out if lse is None else (out, lse)
 
+    # Gradients
+
+    def without_gradients(self, call: Call) -> str:
+        """Why no family computes the gradients of a call's kind on its GPU; empty where one does."""
+        device = call.q.get_device()
+        spec = call.workload().spec.backward()
+        reason = self._without_gradients.get((spec, device))
+        if reason is None:
+            try:
+                serving(spec, self._target_of(device))
+                reason = ""
+            except Unsupported as error:
+                reason = str(error)
+            self._without_gradients[spec, device] = reason
+        return reason
+
+    def gradients(
+        self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their dtypes and orders in memory.
+
+        Args:
+            call: checked, dense, not empty, not of 8-bit tensors.
+            out, lse: what it gave; the LSE is (batch, heads, q_len), contiguous.
+            dout: the gradient of the output, on whose dtype and device it is.
+            dlse: that of the LSE, contiguous, or None where it has none.
+        """
+        q, k, v = (each.resolve_neg() for each in (call.q, call.k, call.v))
+        layout, rule, score_mod = call.layout, call.mask.rule, call.score_mod
+        values, tensors = values_and_tensors(call.mask, score_mod)
+        made = [torch_path.empty_output(each, layout, each.shape[3]) for each in (q, k, v)]
+        env = flatten(q, k, v, out, lse, call.scale, values, tensors, layout)
+        entries = flatten_gradients(dout, made[0], made[1], made[2], dlse, layout)
+        code, device = gradients_code(env, entries, q.itemsize, tensors), q.get_device()
+        key = (
+            "bwd",
+            code,
+            rule.text,
+            None if score_mod is None else score_mod.rule.text,
+            q.dtype,
+            device,
+            *env[SIZES_AT + 1 : SIZES_AT + 3],
+            q.shape[3],
+            v.shape[3],
+            *(length_code(env[SIZES_AT + each]) for each in (0, 4, 5)),
+            self._number_codes(values) if values else None,
+            dlse is None,
+            fp32_precision() if q.dtype is _FLOAT32 else None,
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            workload = call.workload()
+            workload = replace(workload, spec=workload.spec.backward(dlse is not None))
+            plan = self._find(key, Request(workload, FACTS[code], self._target_of(device), device))
+        if plan.launch is not None:
+            try:
+                plan.launch((*env, *entries), self._stream_of(device))
+                return made[0], made[1], made[2]
+            except (LaunchFailed, InvalidArgument) as error:
+                if self._refuse(plan, error):
+                    return self.gradients(call, out, lse, dout, dlse)
+        return torch_path.gradients(call, dout, dlse)
+
     # A miss
 
     def _resolve(self, key: tuple[Any, ...], call: Call, code: int, device: int) -> Plan:
         if call.empty:
             return self._remember(key, Plan(None, torch_path.empty_result))
-        request = Request(call.workload(), FACTS[code], self._target_of(device), device)
+        return self._find(key, Request(call.workload(), FACTS[code], self._target_of(device), device))
+
+    def _find(self, key: tuple[Any, ...], request: Request) -> Plan:
         if self._capturing():
             return self._during_capture(request)
         with self._lock:
@@ -593,8 +674,12 @@ class Dispatcher:
             _TORCH_DTYPES[spec.sinks] if spec.sinks else None,
         )
 
-    def explain(self, call: Call, device: int) -> Explanation:
-        """What a call would run and why: loads what it would load, launches nothing, tunes nothing."""
+    def explain(self, call: Call, device: int, gradients: bool = False) -> Explanation:
+        """What a call would run and why: loads what it would load, launches nothing, tunes nothing.
+
+        Args:
+            gradients: whether it is followed by a backward call, whose gradients lie as its tensors do.
+        """
         if call.empty:
             return Explanation.of_nothing(describe_call(call), str(call.q.device))
         # An output's strides follow q's, so its place in memory is all that differs from a real call's.
@@ -607,10 +692,17 @@ class Dispatcher:
             env = flatten(call.q, call.k, call.v, out, None, call.scale, values, tensors, call.layout)
         facts = FACTS[facts_code(env, call.q.itemsize, tensors)]
         target = self._target_of(device)
-        request = Request(call.workload(), facts, target, device)
+        workload = replace(call, return_lse=call.return_lse or gradients).workload()
+        request = Request(workload, facts, target, device)
         with self._lock:
             decision = self._decide(request)
-        return explained(request, decision, describe_call(call), torch_path.describe(call))
+        told = explained(request, decision, describe_call(call), torch_path.describe(call))
+        if not gradients:
+            return told
+        request = replace(request, workload=replace(workload, spec=workload.spec.backward()))
+        with self._lock:
+            decision = self._decide(request)
+        return told.with_gradients(explained(request, decision, otherwise=torch_path.describe(call)))
 
 
 def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:

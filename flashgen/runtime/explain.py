@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.runtime import torch_path
@@ -27,6 +27,8 @@ class Explanation:
     steps: tuple[Step, ...]
     family: str = TORCH
     """The family of the kernel, or `torch`."""
+    gradients: str = ""
+    """The family of the kernels of gradients, or `torch`, where a call needs any and a kernel serves it."""
 
     @classmethod
     def of_torch(cls, subject: str, where: str, runs: str, why: str) -> Explanation:
@@ -37,6 +39,12 @@ class Explanation:
     def of_nothing(cls, subject: str, where: str) -> Explanation:
         """A call without keys, or without an output element: its result is filled in."""
         return cls(subject, where, "nothing: no key or no output", ())
+
+    def with_gradients(self, of: Explanation) -> Explanation:
+        """The same with what the backward call runs, and its steps behind these."""
+        steps = (replace(step, source=f"gradients: {step.source}") for step in of.steps)
+        runs = f"{self.runs}, and for its gradients {of.runs}"
+        return replace(self, runs=runs, steps=(*self.steps, *steps), gradients=of.family)
 
     def __repr__(self) -> str:
         return f"<Explanation: runs {self.runs} on {self.where}; print it for the steps>"
@@ -60,6 +68,7 @@ class Explanation:
             "where": self.where,
             "runs": self.runs,
             "family": self.family,
+            **({"gradients": self.gradients} if self.gradients else {}),
             "steps": [step.to_json() for step in self.steps],
         }
 
@@ -117,9 +126,10 @@ def describe_workload(workload: Workload) -> str:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
     dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
     totals = (workload.total_q, workload.total_k) if spec.packed else ()
-    return _sentence(
+    sentence = _sentence(
         workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, totals, bool(spec.sinks)
     )
+    return {"fwd": "", "bwd": "gradients of "}[spec.op] + sentence
 
 
 def _sentence(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashgen.codegen.families import FAMILIES, foreign
+from flashgen.codegen.families import FAMILIES, computing, foreign
 from flashgen.errors import DoesNotFit
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
@@ -146,7 +146,7 @@ class Policy:
         yield from _of(request, self.sources, steps)
         workload, target, facts = request.workload, request.target, request.facts
         spec = workload.spec
-        for family in FAMILIES.values():
+        for family in computing(spec):
             reason = family.supports(spec, target)
             if not reason:
                 try:

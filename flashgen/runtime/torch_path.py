@@ -146,6 +146,18 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
+def gradients(call: Call, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from those of the output and, if it has one, the LSE: by `attention`, which is
+    computed once more."""
+    leaves = [each.detach().requires_grad_() for each in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    with torch.enable_grad():
+        out, lse = attention(replace(call, q=q, k=k, v=v, return_lse=dlse is not None))
+    results = [(out, dout)] if lse is None or dlse is None else [(out, dout), (lse, dlse)]
+    dq, dk, dv = torch.autograd.grad([each for each, _ in results], leaves, [each for _, each in results])
+    return dq, dk, dv
+
+
 def _without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Zeros, and an LSE of -inf or of the sinks alone; the output's gradients are zero too. A rule could not
     even read its operands.

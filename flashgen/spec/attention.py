@@ -28,7 +28,8 @@ SINK_DTYPES = ("fp32", "fp16", "bf16")
 _MIN_CHUNK = {"e4m3": 32}
 """What tensor cores multiply at a time along a head dim, where it is not 16: 32 bytes."""
 
-OPS = ("fwd",)
+OPS = ("fwd", "bwd")
+"""The attention itself, or the gradients of q, k and v from that of its output."""
 ADDRESSING = ("dense", "varlen")
 """How a call's sequences lie in memory: each in a row of its own, or packed one behind the other."""
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
@@ -72,6 +73,7 @@ class AttentionSpec:
     """One of `ADDRESSING`. In `varlen` rows, keys and lengths of rules count within their sequence, and
     `batch` is the sequence."""
     return_lse: bool = False
+    """Whether the LSE is a result; of `bwd`, whether its gradient is given."""
     positive_scale: bool = True
     """The fast form folds the scale into exp2 after the row maximum, which needs scale > 0."""
     out_dtype: str = ""
@@ -165,6 +167,15 @@ class AttentionSpec:
         if not self.return_lse and self.positive_scale and not self.out_dtype and not self.sinks:
             return self
         return replace(self, return_lse=False, positive_scale=True, out_dtype="", sinks="")
+
+    def backward(self, lse: bool = False) -> AttentionSpec:
+        """The spec of this one's gradients. The sign of the scale makes no other kernel, for a weight follows
+        from the LSE and no maximum is sought; and sinks are in the LSE.
+
+        Args:
+            lse: whether the LSE has a gradient, too.
+        """
+        return replace(self, op="bwd", return_lse=lse, positive_scale=True, sinks="")
 
     @property
     def key(self) -> str:

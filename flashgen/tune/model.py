@@ -77,6 +77,9 @@ class Footprint:
         warps = tiling.num_warps
         accumulators = tiling.rows * spec.head_dim_v / (32 * warps)
         scores = tiling.rows * tiling.block_n / (32 * warps)
+        if spec.op == "bwd":  # of the kernel of dk and dv; and weights beside their gradients
+            accumulators += tiling.rows * spec.head_dim / (32 * warps)
+            scores *= 2
         wanted = 12 + 1.33 * accumulators + 1.78 * scores
         shared = family.shared_bytes(config, spec, target).most
         return cls(
@@ -122,11 +125,14 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     clock = unit.ghz * 1e3  # clocks per microsecond
     per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
     scores = block_m * block_n
-    products = 2.0 * scores * (spec.head_dim + spec.head_dim_v) / per_clock
+    of_keys, of_values = _PRODUCTS[spec.op]
+    products = 2.0 * scores * (of_keys * spec.head_dim + of_values * spec.head_dim_v) / per_clock
     products /= 0.8 * _tensor_core_share(block_m, footprint.num_warps, target)
     # Each tile also rescales the accumulator: a small block_n pays for that more often.
     softmax = scores / unit.exp2 + (OPS_PER_SCORE * scores + block_m * spec.head_dim_v) / 128
     loads = block_n * (spec.head_dim + spec.head_dim_v) * spec.itemsize
+    if spec.op == "bwd":
+        softmax, loads = 2 * softmax, 2 * loads
     traffic = loads / (roofline.bytes_per_s(target) * 4 / (target.sm_count * clock * 1e6))  # mostly from L2
     # Blocks on one multiprocessor hide each other's latency, and one's softmax the other's products.
     overlap = min(1.0, 0.5 * (blocks_per_sm - 1) + 0.1 * (tiling.num_stages - 1))
@@ -143,6 +149,10 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     compute = waves_used * (tiles * tile_clocks + 2 * LATENCY) / clock
     return max(compute, _loading_us(workload, blocks, target)) + _merging_us(workload, tiling, target) + 2.0
 
+
+_PRODUCTS = {"fwd": (1, 1), "bwd": (4, 3)}
+"""Of a tile, along the head dims of keys and of values. Gradients take two kernels, each with scores and
+gradients of weights and with sums of its own; their tiles have one shape, and count as one here."""
 
 SPLIT_US = 3.0
 """Of the kernel that merges the parts of split keys, beside its traffic: a launch and two trips to memory."""

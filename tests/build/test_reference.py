@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.build import reference
-from flashgen.build.reference import OnlineState, attention_reference, online_attention, packed_reference
+from flashgen.build.reference import (
+    OnlineState,
+    attention_reference,
+    gradients_reference,
+    online_attention,
+    packed_reference,
+)
 from flashgen.errors import InvalidArgument
 from flashgen.spec.masks import Mask, causal, document, key_padding, parse_mask, sliding_window
 from flashgen.spec.rule import Rule
@@ -148,6 +154,26 @@ def test_gradients_are_those_of_torch_and_zero_for_rows_that_see_nothing():
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert (ours[0][:, :, :2] == 0).all()
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, 2.0, -1.0, 0.0], dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize("lengths", [(9, 20), (20, 9)], ids=str)
+def test_gradients_written_out_are_those_of_autograd(lengths, sinks, monkeypatch):
+    monkeypatch.setattr(reference, "CHUNK_SCORES", 4 * 9 * 5)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, lengths[0], 16), (1, 2, lengths[1], 16), (1, 2, lengths[1], 24))
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    rules = {
+        "mask": causal(),
+        "score_mod": compose([softcap(2.0), ScoreMod(Rule.parse("score", "score * 3"))]),
+    }
+    out, lse = attention_reference(q, k, v, **rules, sinks=sinks, dtype=torch.float64)
+    dout, dlse = (torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in (out, lse))
+    wanted = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
+    given = (each.detach() for each in (q, k, v))
+    found = gradients_reference(*given, dout, dlse, **rules, sinks=sinks, dtype=torch.float64)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_products_ignore_the_process_wide_precision():

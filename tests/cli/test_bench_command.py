@@ -83,6 +83,30 @@ def test_implementations_are_checked_before_they_are_timed() -> None:
     assert "not installed" in left_out["fa4"]
 
 
+def test_backward_passes_are_compared() -> None:
+    """Each of its own forward pass; what is computed, counted and judged are dq, dk and dv."""
+    gradients = replace(SMALL, spec=SMALL.spec.backward())
+    assert Selection(head_dim=64, heads=4, kv_heads=2, batch=2, seq=(128,), mask=("causal",), backward=True)
+    assert bench.shape_of(gradients)["op"] == "bwd"
+    assert bench.rate(gradients, 1.0)["tflops"] == pytest.approx(2.5 * bench.rate(SMALL, 1.0)["tflops"])
+    launches, families, errors, left_out, _ = bench.ready(gradients, "cpu", ["flashgen", "fa2", "cudnn"])
+    assert list(launches) == ["flashgen", "fa2"] and set(left_out) == {"cudnn"}
+    assert families == {"flashgen": "torch", "fa2": ""}
+    assert [each.shape for each in launches["fa2"]()] == [(2, 4, 128, 64), (2, 2, 128, 64), (2, 2, 128, 64)]
+    assert all(0 < error < 0.05 for error in errors.values())
+
+
+def test_backward_names_the_gradients_of_what_is_named() -> None:
+    named = {"head_dim": 64, "seq": (128,), "mask": ("causal",)}
+    forward, backward = Selection(**named), Selection(**named, backward=True)
+    assert [w.spec for w in backward.workloads()] == [w.spec.backward() for w in forward.workloads()]
+    assert backward.words == f"{forward.words} --backward"
+    assert {w.spec.op for w in Selection(suite=("llama3-8b",), backward=True).workloads()} == {"bwd"}
+    assert not Selection(backward=True)
+    with pytest.raises(InvalidArgument, match="gradients of packed sequences have no kernel yet"):
+        Selection(**named, varlen=1000, backward=True).workloads()
+
+
 def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:
     narrow = replace(SMALL, spec=replace(SMALL.spec, dtype="e4m3"))
     launches, families, _, left_out, _ = bench.ready(narrow, "cpu", ["flashgen", bench.WIDENED, "fa2"])

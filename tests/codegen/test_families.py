@@ -117,7 +117,7 @@ def test_serving_gives_reasons() -> None:
     assert serving(AttentionSpec(128, 128, "fp32"), H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):
         serving(SPEC, replace(H200, arch=75))
-    with pytest.raises(UnknownName, match="known: attention_fwd, attention_fwd_sm90"):
+    with pytest.raises(UnknownName, match="known: attention_bwd, attention_fwd, attention_fwd_sm90"):
         find_family("attention")
 
 
@@ -215,6 +215,31 @@ def test_shared_memory_bounds_hold_over_recorded_compiles() -> None:
         spec = AttentionSpec(row["head_dim"], row["head_dim_v"], row["dtype"], masks.causal().rule)
         bound = FAMILY.shared_bytes(FAMILY.find(row["config"]), spec, TARGETS[row["target"]])
         assert bound.least <= row["shared_bytes"] <= bound.most, row
+
+
+def test_bounds_of_gradients_hold_over_recorded_compiles() -> None:
+    """Of both kernels; and what `fits` refuses for its registers spills where it hurts."""
+    family = FAMILIES["attention_bwd"]
+    rows = [
+        json.loads(line) for line in (COMPILED.parent / "compiled_gradients.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) >= 25
+    for row in rows:
+        spec = AttentionSpec(row["head_dim"], row["head_dim_v"], row["dtype"], masks.causal().rule).backward()
+        config, target = family.find(row["config"]), TARGETS[row["target"]]
+        bound = family.shared_bytes(config, spec, target)
+        assert all(bound.least <= each <= bound.most for each in row["shared_bytes"]), row
+        if "registers" in family.fits(config, spec, target):
+            assert max(row["spills_in_loops"]) > 0, row
+
+
+def test_defaults_of_gradients_fit_everywhere() -> None:
+    family = FAMILIES["attention_bwd"]
+    for spec in every_spec():
+        for target in TARGETS.values():
+            for facts in (CallFacts(), CallFacts("strided", tma=False)):
+                if not family.supports(spec.backward(), target):
+                    assert family.default(spec.backward(), target, facts)
 
 
 # Split keys

@@ -23,6 +23,7 @@ from flashgen.spec.target import TARGETS, find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
+BWD = FAMILIES["attention_bwd"]
 TOOLCHAIN = Toolchain("3.6.0")
 
 
@@ -34,6 +35,12 @@ def source(
 
 def sm90(spec: AttentionSpec, config: str) -> KernelSource:
     return source(spec, config, family=SM90)
+
+
+def bwd(
+    spec: AttentionSpec, config: str, lse: bool = False, toolchain: Toolchain = TOOLCHAIN
+) -> KernelSource:
+    return source(spec.backward(lse), config, toolchain, BWD)
 
 
 CAUSAL = AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True)
@@ -135,6 +142,21 @@ SAMPLES = {
     ),
     "sm90_optimistic_e4m3": sm90(
         AttentionSpec(128, 128, "e4m3", masks.full().rule), "c2x1n128s2g4p4_late_lazy_optimistic_lane_plain"
+    ),
+    "bwd_causal": bwd(CAUSAL, "m64n64w4s2_tma_heads"),
+    "bwd_window_softcap_chunks": bwd(
+        AttentionSpec(96, 72, "fp32", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
+        "m32n32w4s1_pointer_rows",
+        lse=True,
+    ),
+    "bwd_documents_bias": bwd(
+        AttentionSpec(
+            64, 64, "bf16", (masks.causal() & masks.document()).rule, score_mods.bias("hqk", "fp16").rule
+        ),
+        "m64n64w4s2_tma_heads",
+    ),
+    "bwd_interpreter": bwd(
+        AttentionSpec(16, 16, "bf16"), "m32n32w4s1_tma_heads", toolchain=Toolchain("3.6.0", True)
     ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),

@@ -53,6 +53,23 @@ CASES = [
         for text in ("0", "q_idx / 2", "table[k_idx] where table: fp32")  # none has a value for each pair
     ),
     ("nvidia-rtx5090", ALIGNED, AttentionSpec(256, 256, "bf16", parse_mask("causal & key_padding").rule)),
+    ("nvidia-h200", ALIGNED, AttentionSpec(128, 128, "bf16", parse_mask("causal").rule).backward()),
+    (
+        "nvidia-a100",
+        ALIGNED,
+        AttentionSpec(64, 64, "fp16", parse_mask("full").rule, SOFTCAP).backward(lse=True),
+    ),
+    (
+        "nvidia-h200",
+        STRIDED,
+        AttentionSpec(96, 64, "bf16", parse_mask("~causal | sliding_window(7, 0)").rule).backward(),
+    ),
+    (
+        "nvidia-b200",
+        ALIGNED,
+        AttentionSpec(256, 256, "bf16", parse_mask("causal & document").rule).backward(),
+    ),
+    ("nvidia-rtx4090", ALIGNED, AttentionSpec(64, 64, "fp32", parse_mask("causal").rule).backward()),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from flashgen.cli.bench import SHAPE, TOTALS
@@ -63,6 +64,7 @@ def test_rows_of_packed_sequences(tmp_path: Path) -> None:
     assert all("takes no packed sequences" in each["cudnn"] for each in left_out)
 
 
+@pytest.mark.timeout(400)  # FlexAttention compiles once for each row
 def test_rows_of_masks_and_score_rules(tmp_path: Path) -> None:
     """What no window says, beside FlexAttention and beside full attention with as many tiles."""
     out = tmp_path / "bench.json"

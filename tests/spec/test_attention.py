@@ -110,7 +110,7 @@ def test_key_ignores_what_moves_no_optimum() -> None:
         ({"head_dim_v": 8}, "head_dim_v=8"),
         ({"head_dim": 264}, "head_dim=264"),
         ({"dtype": "int8"}, "allowed: fp16, bf16, fp32"),
-        ({"op": "bwd"}, "op='bwd'"),
+        ({"op": "decode"}, "op='decode'"),
         ({"fp32_precision": "tf16"}, "'ieee' or 'tf32'"),
     ],
 )

@@ -147,7 +147,10 @@ def test_spills_and_a_smaller_gpu_cost_time() -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+SPLITTING = [family for family in FAMILIES.values() if "splits" in dict(family.options)]
+
+
+@pytest.mark.parametrize("family", SPLITTING, ids=lambda family: family.name)
 def test_few_rows_are_expected_to_gain_by_splits_until_the_gpu_is_full(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:

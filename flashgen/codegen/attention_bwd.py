@@ -1,0 +1,203 @@
+"""The portable backward family: Triton, for sm_80 and newer and for the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
+from flashgen.codegen.chunks import chunks, described
+from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.config import Config, Value
+from flashgen.spec.target import KIB, Target
+
+ROWS_AT_ONCE = 32
+"""Of a program that prepares rows: at head_dim 128 each of its threads reads 4 x 16 bytes of both tensors."""
+
+_OF_ROWS = ("row_lse", "delta")
+_ROW_BUFFERS = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _OF_ROWS)
+"""What is prepared of each row: its LSE in log2 units, and the mean of the gradients of its scores."""
+
+
+def _tiling(config: Config) -> Tiling:
+    return Tiling(
+        block_m=config.number("block_m"),
+        block_n=config.number("block_n"),
+        num_warps=config.number("num_warps"),
+        num_stages=config.number("num_stages"),
+        descriptors=config["loads"] == "tma",
+    )
+
+
+def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
+    """Bounds that hold over recorded compiles (tests/data/compiled_gradients.jsonl).
+
+    Of what is walked as many blocks as there are stages, but for one that may come late; at most with the
+    tile's own tensors, where tensor cores read these from there, and weights and gradients of scores, which
+    change layout there: once each, twice where the products' sums lie in the tensor cores' memory (sm_100).
+    """
+    stages, tile, block = (config.number(n) for n in ("num_stages", "block_m", "block_n"))
+    dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
+    held, walked = (count * dims * spec.itemsize for count in (tile, block))
+    layouts = (4 if 100 <= target.arch < 120 else 2) * tile * block * spec.itemsize
+    layouts += tile * max(*spec.qk_chunks, *spec.v_chunks) * spec.itemsize  # a gradient on its way out
+    return Shared((stages - 1) * walked, held + stages * walked + layouts + KIB)
+
+
+def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
+    """What a thread holds all along: both sums of a tile of keys, and a block's weights and their gradients.
+
+    Before Hopper, and on consumer GPUs since, also the tile's own tensors, as left operands of products: 16
+    positions of a warp, and again for warps that share them.
+    """
+    if spec.packed:
+        return "computes gradients of dense calls, and these sequences are packed"
+    tile, block, warps = (config.number(n) for n in ("block_m", "block_n", "num_warps"))
+    if 100 <= target.arch < 120 or spec.dtype == "fp32":
+        return ""  # sums are not in registers there; nothing is known of how FMA units are fed
+    dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
+    needed = tile * (dims + 2 * block) / (32 * warps)
+    if target.arch != 90:
+        needed += tile * dims * spec.itemsize / 4 / (32 * min(warps, tile // 16))
+    if needed <= MOST_REGISTERS:
+        return ""
+    return f"holds {needed:.0f} registers a thread all along, of which there are {MOST_REGISTERS}"
+
+
+MOST_REGISTERS = 255
+"""Of a thread."""
+
+# (largest head dim, block_m, block_n, num_warps, num_stages), best first: 64 x 64 tiles of 4 warps were the
+# fastest on one H200 at head_dim 64 and 128; what spills in its loops with these has more warps.
+_DEFAULT_TILES = (
+    (128, 64, 64, 4, 2),
+    (128, 64, 64, 8, 2),
+    (256, 64, 32, 8, 2),
+    (256, 32, 32, 8, 1),
+)
+_DEFAULT_TILES_FP32 = ((256, 32, 32, 8, 1), (256, 16, 16, 4, 1))
+
+
+def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
+    fp32 = spec.dtype_label == "fp32"
+    head_dim = max(spec.head_dim, spec.head_dim_v)
+    # A score rule and the numbers of a window take registers too, and so do several chunks.
+    simple = spec.score_mod is None and not spec.mask.params and len(spec.qk_chunks) == 1
+    return tuple(
+        (*tile, loads, "heads")
+        for limit, *tile in (_DEFAULT_TILES_FP32 if fp32 else _DEFAULT_TILES)
+        for loads in (("pointer",) if fp32 else ("tma", "pointer"))
+        if head_dim <= limit and (fp32 or head_dim <= 64 or simple or tile[2] > 4)
+    )
+
+
+def _inputs(config: Config, spec: AttentionSpec, of_rows: int, of_keys: int) -> list[tuple[Arg, ...]]:
+    """What both kernels of gradients read: q, k, v, the output's gradient, and what is prepared of rows.
+
+    Args:
+        of_rows, of_keys: how many of them a copy holds.
+    """
+    copied = {"Q": of_rows, "K": of_keys, "V": of_keys, "DOUT": of_rows}
+    if config["loads"] == "tma":
+        tensors = [described(spec, each, spec.dtype, f"1,{count}") for each, count in copied.items()]
+    else:
+        tensors = [tensor_arguments(each, spec.dtype) for each in copied]
+    return [*tensors, _ROW_BUFFERS]
+
+
+def _rest(spec: AttentionSpec) -> list[tuple[Arg, ...]]:
+    """Sizes, scale, and what the rules take."""
+    from flashgen.codegen.expressions import rule_arguments  # see `family.listed`
+
+    sizes = [Arg(name, name, "i32") for name in ("heads", "heads_per_kv", "q_len", "k_len")]
+    rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
+    return [
+        (*sizes, Arg("scale", "scale", "fp32")),
+        *(group for rule in rules for group in rule_arguments(rule)),
+    ]
+
+
+def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
+    """Of the kernel of q's gradient."""
+    tile, block = config.number("block_m"), config.number("block_n")
+    return (*_inputs(config, spec, tile, block), tensor_arguments("DQ", spec.dtype), *_rest(spec))
+
+
+def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    """What is prepared of the rows, then the gradients of k and v; the main kernel computes that of q."""
+    tiling = _tiling(config)
+    lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
+    prepare = (
+        tensor_arguments("OUT", spec.dtype),
+        tensor_arguments("DOUT", spec.dtype),
+        lse,
+        _ROW_BUFFERS,
+        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+    )
+    of_keys = (
+        *_inputs(config, spec, tiling.block_n, tiling.block_m),
+        *(tensor_arguments(each, spec.dtype) for each in ("DK", "DV")),
+        *_rest(spec),
+    )
+    return (
+        Part("prepare_rows", True, prepare, Grid("row_tiles", ROWS_AT_ONCE)),
+        Part(
+            "gradients_of_keys",
+            True,
+            of_keys,
+            Grid("key_tiles", tiling.block_m),
+            tiling.num_warps,
+            tiling.num_stages,
+        ),
+    )
+
+
+def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
+    """(batch, head, row, 1), float32."""
+    return tuple(
+        Scratch(name, "fp32", (Extent("batch"), Extent("heads"), Extent("q_len"), Extent()))
+        for name in _OF_ROWS
+    )
+
+
+def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    from flashgen.codegen.expressions import render_mask, render_score
+
+    return {
+        "mask_by_keys": render_mask(spec.mask, may_list=False, along="q", apart=True),
+        "score_by_keys": render_score(spec, along="q"),
+        "out_read_chunks": [
+            replace(each, name=f"out{each.suffix}") for each in chunks(spec, "OUT")
+        ],  # not sums, as elsewhere
+        "dout_chunks": chunks(spec, "DOUT"),
+        "dq_chunks": chunks(spec, "DQ"),
+        "dk_chunks": chunks(spec, "DK"),
+        "dv_chunks": chunks(spec, "DV"),
+        "rows_at_once": ROWS_AT_ONCE,
+    }
+
+
+ATTENTION_BWD = Family(
+    name="attention_bwd",
+    op="bwd",
+    template="attention_bwd.py.jinja",
+    tunables=(
+        ("block_m", (16, 32, 64, 128)),
+        ("block_n", (16, 32, 64, 128)),
+        ("num_warps", (4, 8)),
+        ("num_stages", (1, 2, 3)),
+        ("loads", ("tma", "pointer")),
+        ("order", ("heads", "rows")),
+    ),
+    archs=(80, 999),
+    dtypes=("fp16", "bf16", "fp32"),
+    tiling=_tiling,
+    limits=_limits,
+    shared_bytes=_shared_bytes,
+    defaults=_defaults,
+    derived=_derived,
+    signature=_signature,
+    parts=_parts,
+    scratch=_scratch,
+)
