@@ -13,8 +13,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,49 +27,13 @@ from flashgen.build.inputs import Inputs, make_inputs
 from flashgen.build.reference import attention_reference
 from flashgen.build.versions import driver_version
 from flashgen.errors import FlashGenError
+from flashgen.measure.exactness import HARD, errors_of
 from flashgen.measure.peers import build_peer, versions
 from flashgen.spec import masks
 from flashgen.tune.suites import make_workload
 
 SEQ, HEADS, BATCH = 2048, 8, 2
 OURS = "flashgen"
-
-
-def normal(inputs: Inputs) -> Inputs:
-    """Scores of about 1."""
-    return inputs
-
-
-def large(inputs: Inputs) -> Inputs:
-    """Scores of up to 1e4, where a bit of a rounded score is worth more than 1."""
-    scores = inputs.q.float() @ inputs.k.float().mT * inputs.scale
-    return replace(inputs, q=(inputs.q.float() * (1e4 / scores.abs().max())).to(inputs.q.dtype))
-
-
-def rising(inputs: Inputs) -> Inputs:
-    """Each key scores higher than the one before it, by 40 over the sequence: the maximum keeps moving."""
-    return _steep(inputs, torch.linspace(-20, 20, inputs.k.shape[2], device=inputs.k.device))
-
-
-def falling(inputs: Inputs) -> Inputs:
-    """The same for a kernel that walks the keys from the last to the first."""
-    return _steep(inputs, torch.linspace(20, -20, inputs.k.shape[2], device=inputs.k.device))
-
-
-def _steep(inputs: Inputs, bias: torch.Tensor) -> Inputs:
-    """Adds a bias for each key to the scores, by way of the last element of the head dim."""
-    q, k = inputs.q.clone(), inputs.k.clone()
-    q[..., -1] = 1 / inputs.scale
-    k[..., -1] = bias
-    return replace(inputs, q=q, k=k)
-
-
-KINDS: dict[str, Callable[[Inputs], Inputs]] = {
-    "normal": normal,
-    "scores of 1e4": large,
-    "rising maximum": rising,
-    "falling maximum": falling,
-}
 
 
 def rows(impls: list[str]) -> list[dict[str, Any]]:
@@ -89,21 +51,19 @@ def rows(impls: list[str]) -> list[dict[str, Any]]:
                 dtype="bf16",
                 batch=BATCH,
             )
-            for kind, of in KINDS.items():
+            for kind, of in HARD.items():
                 inputs = of(make_inputs(workload, "cuda"))
                 exact, _ = attention_reference(
                     inputs.q, inputs.k, inputs.v, mask=mask, scale=inputs.scale, dtype=torch.float64
                 )
-                size = exact.square().mean().sqrt()
                 for impl in impls:
                     row = {"head_dim": head_dim, "mask": mask.rule.name, "inputs": kind, "impl": impl}
                     try:
-                        error = _output(impl, inputs).double() - exact
+                        errors = errors_of(_output(impl, inputs), exact)
                     except FlashGenError as reason:
                         print(f"{row}: {reason}", file=sys.stderr)
                         continue
-                    relative = {"rms": error.square().mean().sqrt() / size, "max": error.abs().max() / size}
-                    found.append(row | {name: value.item() for name, value in relative.items()})
+                    found.append(row | {"rms": errors.rms, "max": errors.largest})
     return found
 
 
