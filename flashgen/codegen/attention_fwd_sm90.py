@@ -229,10 +229,10 @@ ATTENTION_FWD_SM90 = Family(
     scratch=_scratch,
     options=splits.OPTIONS,
     split_with=(
-        ("group", 4),
-        ("order", "late"),
-        ("rescale", "lazy"),
-        ("row_max", "tree"),
-        ("row_sum", "lane"),
+        ("group", (4,)),
+        ("order", ("late",)),
+        ("rescale", ("lazy",)),
+        ("row_max", ("tree", "optimistic")),
+        ("row_sum", ("lane",)),
     ),
 )

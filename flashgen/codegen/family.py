@@ -121,7 +121,7 @@ class Family:
     """Or `gluon`."""
     options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     """Further tunables, of those that a config leaves out (`spec.config.OPTIONAL`)."""
-    split_with: tuple[tuple[str, Value], ...] = ()
+    split_with: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     """What a search has of other tunables where it splits keys: the best on average. Other values are worth a
     few per cent, where splits are worth a factor, and would treble a space of thousands."""
     splits_by_default: bool = False
@@ -305,7 +305,7 @@ class Family:
     ) -> Iterator[Config]:
         """The config with its keys split in each way that a search should try: into no more parts than there
         are blocks of keys, and into so many that a quarter of the multiprocessors have work."""
-        if any(config[name] != value for name, value in self.split_with):
+        if any(config[name] not in values for name, values in self.split_with):
             return
         tiling = self.tiling(config)
         for splits in self._numbers_of_splits(-(-workload.k_len // tiling.block_n)):

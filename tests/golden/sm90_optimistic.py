@@ -30,8 +30,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 # A row's maximum stays until it is exceeded by 2^2, which is rare. Later is less exact: a weight of 1 is not
 # rounded, one of 1.3 is (error over a running maximum's at logits of 1e4: 2^2 2 %, 2^8 20 %).
 SLACK = gl.constexpr(2.0)
-# A weight may be 2, or twice what its thread has of the row's sum so far: a weight of 1 is not rounded, one of
-# 1.3 is, which shows in the output where few keys have most of the weight.
+# A weight may be 2, or twice what its thread has of the row's sum so far: a weight of 1 is not rounded, one
+# of 1.3 is, which shows in the output where few keys have most of the weight.
 LIMIT = gl.constexpr(2.0)
 SHARE = gl.constexpr(2.0)
 LAUNCH = dict(num_warps=4)

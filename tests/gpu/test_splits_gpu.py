@@ -49,7 +49,7 @@ def test_head_dims(dims: tuple[int, int], family: str, config: str) -> None:
         right(workload(*dims, dtype=dtype, sizes=(1, 8, 2, 33, 1500)), family, config)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("splits", [2, 3, 6, 8, 12, 64])
 @pytest.mark.parametrize("schedule", ["plain", "dynamic"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_every_number_of_parts(consumers: int, schedule: str, splits: int) -> None:
