@@ -97,7 +97,6 @@ ATTENTION_FWD = Family(
     defaults=_defaults,
     options=splits.OPTIONS,
     split_with=(("order", ("heads",)),),
-    splits_by_default=True,
     parts=_parts,
     scratch=_scratch,
 )

@@ -124,8 +124,6 @@ class Family:
     split_with: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     """What a search has of other tunables where it splits keys: the best on average. Other values are worth a
     few per cent, where splits are worth a factor, and would treble a space of thousands."""
-    splits_by_default: bool = False
-    """Whether a default splits the keys of a call whose rows leave the GPU idle."""
     derived: Callable[[Config, AttentionSpec], dict[str, Any]] = lambda config, spec: {}
     """What else the template reads: values that follow from config and spec."""
     signature: Callable[[Config, AttentionSpec], tuple[tuple[Arg, ...], ...]] | None = None
@@ -330,15 +328,15 @@ class Family:
         """The first default that is sure to fit and admits the call.
 
         Args:
-            workload: where the family does so by default, a call whose rows leave more than half of the GPU
-                idle has its keys split, into the largest number of parts that the GPU runs at once and that
-                leaves each `LEAST_BLOCKS`.
+            workload: a call whose rows leave more than half of the GPU idle has its keys split, where the
+                family can, into the largest number of parts that the GPU runs at once and that leaves each
+                `LEAST_BLOCKS`.
 
         Raises:
             DoesNotFit: none does; the message lists what was tried.
         """
         config = self._default(spec, target, facts, heads_per_kv)
-        if workload is None or not self.splits_by_default or spec.packed or listed(spec.mask):
+        if workload is None or spec.packed or listed(spec.mask):
             return config
         # A kernel of split keys has the LSE whether the call wants it or not.
         split = self._default(replace(spec, return_lse=True), target, facts, heads_per_kv)

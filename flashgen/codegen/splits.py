@@ -13,8 +13,8 @@ from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
 
 OPTIONS: tuple[tuple[str, tuple[Value, ...]], ...] = (("splits", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)),)
-"""64 programs for each tile fill 132 multiprocessors from two tiles on: one sequence, one key head. Between the
-powers of two, since 88 tiles (512 queries of 8 groups of 4 heads, 192 rows each) fill them twice in 3 parts."""
+"""64 programs for each tile fill 132 multiprocessors from two tiles on: one sequence, one key head. Not only
+powers of two: 88 tiles (512 queries of 8 groups of 4 heads, 192 rows each) fill them twice in 3 parts."""
 
 _OF_ROWS = ("partial_max", "partial_sum")
 BUFFERS = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in ("partial", *_OF_ROWS))

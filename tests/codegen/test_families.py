@@ -313,19 +313,16 @@ def test_splits_of_a_call_whose_rows_fill_the_gpu_are_refused() -> None:
     assert SM90.crowds(whole, replace(SHORT, q_len=100_000), H200) == ""
 
 
-SPLITTING = replace(SM90, splits_by_default=True)
-
-
 @pytest.mark.parametrize(
     ("family", "sizes", "splits"),
     [
-        (SPLITTING, (1, 32, 8, 16, 8192), 4),  # 32 tiles of the default, which packs nothing
-        (SPLITTING, (1, 8, 8, 16, 8192), 8),  # 8 tiles, but each part keeps 8 blocks of 128
-        (SPLITTING, (1, 8, 8, 16, 65536), 16),
-        (SPLITTING, (2, 32, 8, 16, 65536), 2),
-        (SPLITTING, (4, 32, 8, 16, 65536), 1),  # 128 tiles fill 132 multiprocessors
-        (SPLITTING, (1, 8, 8, 16, 1024), 1),  # 8 blocks
-        (SPLITTING, (1, 8, 8, 16, 0), 1),
+        (SM90, (1, 32, 8, 16, 8192), 4),  # 32 tiles of the default, which packs nothing
+        (SM90, (1, 8, 8, 16, 8192), 8),  # 8 tiles, but each part keeps 8 blocks of 128
+        (SM90, (1, 8, 8, 16, 65536), 16),
+        (SM90, (2, 32, 8, 16, 65536), 2),
+        (SM90, (4, 32, 8, 16, 65536), 1),  # 128 tiles fill 132 multiprocessors
+        (SM90, (1, 8, 8, 16, 1024), 1),  # 8 blocks
+        (SM90, (1, 8, 8, 16, 0), 1),
         (FAMILY, (1, 8, 8, 100, 65536), 16),
     ],
 )
@@ -335,8 +332,6 @@ def test_a_default_splits_the_keys_of_a_call_that_would_leave_half_the_gpu_idle(
     workload = Workload(SPEC, *sizes)
     config = family.default(SPEC, H200, CallFacts(), workload.heads_per_kv, workload)
     assert config["splits"] == splits
-    kept = replace(family, splits_by_default=False)
-    assert kept.default(SPEC, H200, CallFacts(), workload.heads_per_kv, workload)["splits"] == 1
     assert not family.refuses(config, SPEC, H200, CallFacts(), workload.heads_per_kv)
     without = family.default(SPEC, H200, CallFacts(), workload.heads_per_kv)
     assert {**config.to_json(), "splits": 1} == {**without.to_json(), "splits": 1}

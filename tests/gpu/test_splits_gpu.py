@@ -124,14 +124,17 @@ def test_a_captured_graph_has_buffers_of_its_own(family: str, config: str) -> No
         assert torch.equal(out, expected)
 
 
-def test_a_call_of_few_rows_that_nobody_tuned_is_served_by_split_keys() -> None:
-    """In float32, which the portable family serves on every GPU: its default splits keys."""
-    q = torch.randn(1, 8, 16, 64, device=DEVICE)
-    k, v = (torch.randn(1, 8, 30000, 64, device=DEVICE) for _ in range(2))
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-4)])
+def test_a_call_of_few_rows_that_nobody_tuned_is_served_by_split_keys(
+    dtype: torch.dtype, most: float
+) -> None:
+    """In float32 by the portable family, in 16 bits on Hopper by its own: their defaults split keys."""
+    q = torch.randn(1, 8, 16, 64, device=DEVICE, dtype=dtype)
+    k, v = (torch.randn(1, 8, 30000, 64, device=DEVICE, dtype=dtype) for _ in range(2))
     steps = flashgen.explain(q, k, v, mask="causal").steps
     (served,) = (step for step in steps if step.verdict == "accepted")
-    assert re.search(r"k(4|8|16)_", served.choice), served
+    assert re.search(r"k\d+_", served.choice), served
     out, lse = flashgen.attention(q, k, v, mask="causal", return_lse=True)
     exact, exact_lse = attention_reference(q, k, v, mask=CAUSAL)
-    torch.testing.assert_close(out, exact.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.float(), exact.float(), atol=most, rtol=1e-4)
     torch.testing.assert_close(lse, exact_lse.float(), atol=1e-3, rtol=1e-3)
