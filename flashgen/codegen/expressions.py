@@ -360,7 +360,7 @@ class RenderedScore:
     """The score rule as the templates use it; rows and keys change places as in a `RenderedMask`."""
 
     text: str
-    """Natural-unit score from `score`; empty when there is no rule."""
+    """The score that the rule gives, from `score`; empty when there is no rule."""
     folded: bool
     """No rule and a positive scale: the scale goes into the exponent."""
     uniform_loads: tuple[str, ...]
@@ -376,6 +376,10 @@ class RenderedScore:
     """Its derivative by the score; empty where that is 1, or not wanted."""
     shared: tuple[str, ...] = ()
     """Lines for what rule and derivative share."""
+    factors: tuple[str, ...] = ()
+    """Lines for what a whole tile is multiplied by, behind the uniform loads; they may take `scale`."""
+    in_log2: bool = False
+    """Whether `text` takes dot products and gives log2 units; otherwise it takes and gives natural units."""
 
 
 _OTHER = {"k": "q", "q": "k"}
@@ -478,18 +482,17 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
     exprs = (rule.expr,) if spec.op == "fwd" else (rule.expr, ex.derivative(rule.expr))
     text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
-    inverses = arithmetic.Reciprocals.of(*exprs)
-    inverted = tuple(
-        f"{name.name} = {text(ex.Apply('/', (ex.Const(1.0), each)))}" for each, name in inverses.names.items()
-    )
-    fast = tuple(inverses.used(arithmetic.floats_early(each, rule.types)) for each in exprs)
+    factors = arithmetic.Factors()
+    in_log2 = spec.op == "fwd" and arithmetic.scores_in(rule.expr) == 1
+    faster = factors.log2 if in_log2 else factors.natural
+    fast = tuple(faster(arithmetic.floats_early(each, rule.types)) for each in exprs)
     names = _shared(fast)
     slope = "" if exprs[-1] == ex.ONE else text(ex.substitute(fast[-1], names))
     changed = text(ex.substitute(fast[0], names))
     return RenderedScore(
         text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
         folded=False,
-        uniform_loads=text.uniform_lines() + inverted,
+        uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines(_OTHER[along]),
         symbols=text.symbols,
         helpers=_helpers(*exprs),
@@ -497,6 +500,8 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
         may_drop=rule.may_drop,
         slope=slope if spec.op == "bwd" else "",
         shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
+        factors=tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items()),
+        in_log2=in_log2,
     )
 
 

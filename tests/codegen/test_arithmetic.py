@@ -15,29 +15,46 @@ from flashgen.spec.score_mods import ScoreMod
 FAMILY = find_family("attention_fwd")
 
 
-def rule(text: str) -> Rule:
-    return Rule.parse("score", text)
-
-
-def fast(text: str) -> tuple[str, dict[str, str]]:
-    """The text of a rule's expression afterwards, and of each divisor by the name of its inverse."""
-    given = rule(text)
-    inverses = arithmetic.Reciprocals.of(given.expr)
-    expr = inverses.used(arithmetic.floats_early(given.expr, given.types))
-    return ex.to_text(expr), {name.name: ex.to_text(each) for each, name in inverses.names.items()}
+def fast(text: str, unit: str = "natural") -> tuple[str, dict[str, str]]:
+    """The text of a rule's expression afterwards, and of each factor by its name."""
+    rule, factors = Rule.parse("score", text), arithmetic.Factors()
+    expr = getattr(factors, unit)(arithmetic.floats_early(rule.expr, rule.types))
+    return ex.to_text(expr), {name.name: ex.to_text(each) for each, name in factors.names.items()}
 
 
 def test_what_a_tile_shares_is_divided_by_once() -> None:
     assert fast("cap * tanh(score / cap) where cap: f32") == (
-        "cap * tanh(score * score__inverse)",
-        {"score__inverse": "cap"},
+        "cap * tanh(score * score__factor_0)",
+        {"score__factor_0": "1.0 / cap"},
     )
     assert fast("score / (2 * a) + score / b where a: f32, b: f32") == (
-        "score * score__inverse_0 + score * score__inverse_1",
-        {"score__inverse_0": "2 * a", "score__inverse_1": "b"},
+        "score * score__factor_0 + score * score__factor_1",
+        {"score__factor_0": "1.0 / (2 * a)", "score__factor_1": "1.0 / b"},
     )
     for as_it_is in ("a / score where a: f32", "score * (a / b) where a: f32, b: f32", "score / (1 + k_idx)"):
         assert fast(as_it_is)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "factors"),
+    [
+        ("score + sinks[head] where sinks: fp32",
+         "score * score__factor_0 + score__factor_1", ["scale * LOG2E", "sinks[head] * LOG2E"]),
+        ("cap * tanh(score / cap) where cap: f32",
+         "tanh(score * score__factor_0) * score__factor_1", ["scale * (1.0 / cap)", "LOG2E * cap"]),
+        ("score - a * abs(q_pos - k_idx) where a: f32",
+         "score * score__factor_0 - abs(q_pos__float - k_idx__float) * score__factor_1",
+         ["scale * LOG2E", "LOG2E * a"]),
+        # The difference is taken before it is multiplied: of products near in size little would be left.
+        ("score + a * (q_pos - k_idx) where a: f32",
+         "score * score__factor_0 + (q_pos__float - k_idx__float) * score__factor_1",
+         ["scale * LOG2E", "LOG2E * a"]),
+        ("where(k_idx < 4, 2 * score / 3, -1.5)",
+         "where(k_idx < 4, score * score__factor_0, -(1.5 * LOG2E))", ["scale * (LOG2E / 3 * 2)"]),
+    ],
+)  # fmt: skip
+def test_a_rule_takes_dot_products_and_gives_log2_units(text: str, expected: str, factors: list[str]) -> None:
+    assert fast(text, "log2") == (expected, {f"score__factor_{i}": each for i, each in enumerate(factors)})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +62,7 @@ def test_what_a_tile_shares_is_divided_by_once() -> None:
     [
         ("score - 0.5 * abs(q_pos - k_idx)", "score - 0.5 * abs(q_pos__float - k_idx__float)"),
         ("score + min(k_idx - q_pos, 7)", "score + min(k_idx__float - q_pos__float, 7)"),
-        ("score + (q_pos - k_idx) / 8", "score + (q_pos__float - k_idx__float) * score__inverse"),
+        ("score + (q_pos - k_idx) / 8", "score + (q_pos__float - k_idx__float) * score__factor_0"),
         ("score + (q_pos + k_idx)", "score + (q_pos + k_idx)"),  # may be twice as large as a position
         ("score + (q_pos - 3 * k_idx)", "score + (q_pos - 3 * k_idx)"),
         ("where(q_pos - k_idx > 3, score, 0.0)", "where(q_pos - k_idx > 3, score, 0.0)"),

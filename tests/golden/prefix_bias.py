@@ -39,6 +39,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
     q = Q.load([batch, head, start_m, 0]).reshape(BLOCK_M, 64)
 
     mask_prefix_lens__here = tl.load(mask_prefix_lens + batch.to(tl.int64) * mask_prefix_lens__stride_0)
+    score__factor_0 = scale * LOG2E
     q_idx = rows[:, None]
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
     first = start_m
@@ -69,8 +70,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
             + k_idx.to(tl.int64) * score_bias__stride_3, mask=(q_idx < q_len) & (k_idx < k_len), other=0,
         )
         score_bias__pair = score_bias__pair.to(tl.float32)
-        score = score * scale
-        score = (score + score_bias__pair) * LOG2E
+        score = score * score__factor_0 + score_bias__pair * LOG2E
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
         p = tl.exp2(score - shift[:, None])
@@ -91,8 +91,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
             + k_idx.to(tl.int64) * score_bias__stride_3, mask=(q_idx < q_len) & (k_idx < k_len), other=0,
         )
         score_bias__pair = score_bias__pair.to(tl.float32)
-        score = score * scale
-        score = (score + score_bias__pair) * LOG2E
+        score = score * score__factor_0 + score_bias__pair * LOG2E
         keep = ((k_idx < mask_prefix_lens__here) | (q_pos >= k_idx)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))

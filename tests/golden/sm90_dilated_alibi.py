@@ -165,6 +165,8 @@ def consumer(
     batch, head, start_m = tile_at(gl.program_id(0), batches, heads, q_len)
 
     score_slopes__here = gl.load(score_slopes + head.to(gl.int64) * score_slopes__stride_0)
+    score__factor_0 = scale * LOG2E
+    score__factor_1 = LOG2E * score_slopes__here
     first = start_m
     last = gl.minimum(start_m + BLOCK_M, q_len) - 1
     lo = gl.minimum(gl.maximum(first + k_len - q_len - mask_window, 0), k_len) // BLOCK_N * BLOCK_N
@@ -191,8 +193,7 @@ def consumer(
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
     k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-    score = score * scale
-    score = (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
+    score = score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
     mask__keys = floor_mod(k_idx, mask_dilation)
     keep = (
         ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &
@@ -225,8 +226,9 @@ def consumer(
         score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive(k_empty.index(stage), count=1)
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        score = score * scale
-        score = (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
+        score = (
+            score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
+        )
         mask__keys = floor_mod(k_idx, mask_dilation)
         keep = (
             ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &

@@ -174,7 +174,6 @@ def producer(
     batch, head, start_m = tile_at(tile, batches, heads, q_len)
     kv_head = head // heads_per_kv
 
-    score__inverse = 1.0 / score_cap
     lo = 0
     hi = k_len
     hi = gl.maximum(gl.cdiv(hi, BLOCK_N) * BLOCK_N, lo + BLOCK_N)
@@ -235,7 +234,8 @@ def consumer(
     scale *= factor_at(Q_SCALE, batch * stride_qsb + kv_head * stride_qsk + member * stride_qsm)
     scale = scale[:, None]
     v_scale = v_factor * factor_at(V_SCALE, batch * stride_vsb + kv_head * stride_vsk)
-    score__inverse = 1.0 / score_cap
+    score__factor_0 = scale * (1.0 / score_cap)
+    score__factor_1 = LOG2E * score_cap
     lo = 0
     hi = k_len
     full_lo = lo
@@ -262,8 +262,7 @@ def consumer(
 
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    score = score * scale
-    score = (score_cap * tanh(score * score__inverse)) * LOG2E
+    score = tanh(score * score__factor_0) * score__factor_1
     if full_hi < hi:
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
         keep = k_idx < k_len
@@ -304,8 +303,7 @@ def consumer(
 
         score = warpgroup_mma_wait(2, deps=[score])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        score = score * scale
-        score = (score_cap * tanh(score * score__inverse)) * LOG2E
+        score = tanh(score * score__factor_0) * score__factor_1
         new_max = gl.maximum(row_max, row_maximum(score) - LIFT)
         weights = gl.exp2(score - new_max[:, None])
         factor = gl.exp2(row_max - new_max)

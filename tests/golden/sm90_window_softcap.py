@@ -160,7 +160,6 @@ def producer(
         mbarrier.arrive(ticket_full.index(slot), count=1)
         tile = gl.atomic_add(WORKSPACE, 1) + gl.num_programs(0)
 
-        score__inverse = 1.0 / score_cap
         first = start_m
         last = gl.minimum(start_m + BLOCK_M, q_len) - 1
         lo = gl.minimum(gl.maximum(first + k_len - q_len - mask_left, 0), k_len) // BLOCK_N * BLOCK_N
@@ -233,7 +232,8 @@ def consumer(
     start_m = gl.max(ticket.index(4 * slot + 2).load(FOUR_WARPS), 0)
     mbarrier.arrive(ticket_empty.index(slot), count=1)
     while start_m >= 0:
-        score__inverse = 1.0 / score_cap
+        score__factor_0 = scale * (1.0 / score_cap)
+        score__factor_1 = LOG2E * score_cap
         first = start_m
         last = gl.minimum(start_m + BLOCK_M, q_len) - 1
         lo = gl.minimum(gl.maximum(first + k_len - q_len - mask_left, 0), k_len) // BLOCK_N * BLOCK_N
@@ -289,8 +289,7 @@ def consumer(
         score = warpgroup_mma_wait(0, deps=[score])
         mbarrier.arrive(k_empty.index(stage), count=1)
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        score = score * scale
-        score = (score_cap * tanh(score * score__inverse)) * LOG2E
+        score = tanh(score * score__factor_0) * score__factor_1
         keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
         score = gl.where(keep, score, float("-inf"))
         row_max = row_maximum(score)
@@ -323,8 +322,7 @@ def consumer(
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
             k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-            score = score * scale
-            score = (score_cap * tanh(score * score__inverse)) * LOG2E
+            score = tanh(score * score__factor_0) * score__factor_1
             keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
             score = gl.where(keep, score, float("-inf"))
             block_max = row_maximum(score)
@@ -361,8 +359,7 @@ def consumer(
 
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            score = score * scale
-            score = (score_cap * tanh(score * score__inverse)) * LOG2E
+            score = tanh(score * score__factor_0) * score__factor_1
             block_max = row_maximum(score)
             new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
             weights = gl.exp2(score - new_max[:, None])
@@ -397,8 +394,7 @@ def consumer(
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
             k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-            score = score * scale
-            score = (score_cap * tanh(score * score__inverse)) * LOG2E
+            score = tanh(score * score__factor_0) * score__factor_1
             keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
             score = gl.where(keep, score, float("-inf"))
             block_max = row_maximum(score)

@@ -66,7 +66,8 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         mask=rows[:, None] < q_len, other=0.0,
     )
 
-    score__inverse = 1.0 / score_cap
+    score__factor_0 = scale * (1.0 / score_cap)
+    score__factor_1 = LOG2E * score_cap
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
@@ -96,8 +97,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         )
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
-        score = score * scale
-        score = (score_cap * tanh(score * score__inverse)) * LOG2E
+        score = tanh(score * score__factor_0) * score__factor_1
         keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
@@ -129,8 +129,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         )
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
-        score = score * scale
-        score = (score_cap * tanh(score * score__inverse)) * LOG2E
+        score = tanh(score * score__factor_0) * score__factor_1
         new_max = tl.maximum(row_max, tl.max(score, 1))
         p = tl.exp2(score - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -161,8 +160,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         )
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
-        score = score * scale
-        score = (score_cap * tanh(score * score__inverse)) * LOG2E
+        score = tanh(score * score__factor_0) * score__factor_1
         keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
