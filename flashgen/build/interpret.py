@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashgen.build.compile import load_module
-from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, Arg, Scratch, environment_names
+from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, Arg, Scratch, environment_names, extents_of
 from flashgen.codegen.source import KernelSource, write
 from flashgen.errors import FlashGenError
 from flashgen.spec.attention import CallFacts
@@ -78,12 +78,10 @@ def _value(arg: Arg, values: dict[str, Any]) -> Any:
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
     if arg.source.startswith("scratch."):
         return TensorDescriptor(value, list(value.shape), strides, list(arg.box))
-    heads = values["heads" if arg.source in ("q", "dout") else "kv_heads"]
-    rows = values["q_len" if arg.source in ("q", "dout") else "k_len"]
-    dims = values["head_dim_v" if arg.source in ("v", "dout") else "head_dim"]
+    batch, heads, rows, dims = (values[name] for name in extents_of(arg.source))
     if "sequences" in values:
         return _two_row_axes(value.as_strided((rows, heads, dims), [strides[i] for i in (2, 1, 3)]), arg)
-    base = value.as_strided((values["batch"], heads, rows, dims), strides)
+    base = value.as_strided((batch, heads, rows, dims), strides)
     chunk = base[..., arg.offset :]
     return TensorDescriptor(chunk, list(chunk.shape), list(chunk.stride()), list(arg.box))
 

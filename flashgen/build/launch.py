@@ -34,7 +34,16 @@ from flashgen.build.driver import (
     driver,
 )
 from flashgen.build.workspace import Workspaces, scratch_memory
-from flashgen.codegen.abi import AXES, ELEMENT_BYTES, GRID_RULES, WORKSPACE, Arg, DescriptorFacts, Scratch
+from flashgen.codegen.abi import (
+    AXES,
+    ELEMENT_BYTES,
+    GRID_RULES,
+    WORKSPACE,
+    Arg,
+    DescriptorFacts,
+    Scratch,
+    extents_of,
+)
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.spec.target import KIB
 
@@ -45,22 +54,7 @@ MAX_BLOCKS = 2**31 - 1
 _SLOTS = {"i32": ("i4x", 4), "i64": ("q", 8), "fp32": ("f4x", 4), "fp64": ("d", 8)}
 _POINTER = ("Q", 8)
 
-# Extents of the tensors a descriptor may describe, (batch, head, row, dim), by name in the environment.
-_EXTENTS = {
-    "q": ("batch", "heads", "q_len", "head_dim"),
-    "k": ("batch", "kv_heads", "k_len", "head_dim"),
-    "v": ("batch", "kv_heads", "k_len", "head_dim_v"),
-    "out": ("batch", "heads", "q_len", "head_dim_v"),
-    "dout": ("batch", "heads", "q_len", "head_dim_v"),
-}
 _RANK = len(AXES)
-
-
-def _extents(source: str) -> tuple[str, ...]:
-    """Where the environment has the extents of a tensor."""
-    return _EXTENTS.get(source) or tuple(f"{source}.extent.{axis}" for axis in AXES)
-
-
 _SHAPE = struct.Struct("=4i4q").pack_into  # a descriptor's extents and strides, passed beside it
 _SHAPE_BYTES = 48
 _TILED = struct.Struct("=4Q3Q").pack_into  # the same as cuTensorMapEncodeTiled reads them, innermost first
@@ -145,7 +139,7 @@ class _Descriptor:
         self.arg, self.facts, self._memory, self._shape_at = arg, facts, memory, shape_at
         self.pointer = entry[arg.source]
         """Where the environment has the tensor's address."""
-        self.geometry = [entry[name] for name in _extents(arg.source)]
+        self.geometry = [entry[name] for name in extents_of(arg.source)]
         """Where it has the extents and strides."""
         self.geometry += [entry[f"{arg.source}.stride.{axis}"] for axis in AXES]
         self.packed_box = arg.box[2] if "sequences" in entry else 0

@@ -185,6 +185,21 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
+_EXTENTS = {
+    "q": ("batch", "heads", "q_len", "head_dim"),
+    "k": ("batch", "kv_heads", "k_len", "head_dim"),
+    "v": ("batch", "kv_heads", "k_len", "head_dim_v"),
+    "out": ("batch", "heads", "q_len", "head_dim_v"),
+    "dout": ("batch", "heads", "q_len", "head_dim_v"),
+}
+
+
+def extents_of(source: str) -> tuple[str, ...]:
+    """Where the environment has the extents, in the order of `AXES`, of a tensor that a descriptor may
+    describe."""
+    return _EXTENTS.get(source) or tuple(f"{source}.extent.{axis}" for axis in AXES)
+
+
 @dataclass(frozen=True, slots=True)
 class Arg:
     """One kernel parameter."""

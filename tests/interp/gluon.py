@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from flashgen.build.interpret import _allocated
-from flashgen.build.launch import _extents
-from flashgen.codegen.abi import AXES, GRID_RULES, WORKSPACE, Arg, environment_names
+from flashgen.codegen.abi import AXES, GRID_RULES, WORKSPACE, Arg, environment_names, extents_of
 from flashgen.codegen.source import KernelSource
 from flashgen.spec.attention import CallFacts
 
@@ -566,7 +565,7 @@ def _passed(arg: Arg, values: dict[str, Any]) -> Any:
     if not arg.is_descriptor:
         given = given if given is not None or arg.type[0] != "*" else torch.empty(0)  # a null pointer
         return Pointer.into(given) if isinstance(given, torch.Tensor) else value(given)
-    shape = [values[name] for name in _extents(arg.source)]
+    shape = [values[name] for name in extents_of(arg.source)]
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
     kind = PackedRows if "sequences" in values else Descriptor
     return kind(given.as_strided(shape, strides)[..., arg.offset :], arg.box)
