@@ -159,7 +159,7 @@ def test_hopper_configs_are_refused_with_what_they_hold() -> None:
     assert fits(f"c2x1n64s2g4p1_{rest}", by_head) == ""
     assert "packs several heads into a tile" in fits(f"c2x1n64s2g4p4_{rest}", by_head)
     assert fits("c3x1n64s2g4p1_late_lazy_optimistic_lane_plain") == ""
-    told = "an optimistic maximum is one of each lane, as its sum, and is moved lazily"
+    told = "row_max optimistic needs row_sum lane and rescale lazy: a lane moves its own maximum"
     for apart in ("late_always_optimistic_lane_plain", "late_lazy_optimistic_row_plain"):
         assert fits(f"c3x1n64s2g4p1_{apart}") == told
 
