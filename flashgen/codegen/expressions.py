@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen import arithmetic
+from flashgen.codegen import arithmetic, conjuncts
 from flashgen.codegen.abi import Arg
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
@@ -221,7 +221,15 @@ class Printer:
 
     def _element(self, load: ex.Load, indices: tuple[str, ...] = ()) -> str:
         """One element for each row, each key or each pair."""
-        address = _address(self._pointer(load), indices or tuple(map(self, load.indices)))
+        pointer, indices = self._pointer(load), indices or tuple(map(self, load.indices))
+        address = _address(pointer, indices)
+        if self.checked and load.indices.count(conjuncts.K_IDX) == 1 and _side(load) == "k":
+            # From the block's first key on: then only a constant of the column is not shared.
+            axis = load.indices.index(conjuncts.K_IDX)
+            first = tuple("start_n" if i == axis else index for i, index in enumerate(indices))
+            address = (
+                f"{_address(pointer, first)} + (k_idx - start_n).to(tl.int64) * {pointer}__stride_{axis}"
+            )
         if not self.checked:
             return f"tl.load({address}){self._widened(load)}"
         symbols = {s for index in load.indices for s in ex.free_symbols(index)}
@@ -264,6 +272,16 @@ def _terms(rule: Rule) -> dict[ex.Expr, ex.Symbol]:
         for i, each in enumerate(alike):
             names[each] = ex.Symbol(f"{rule.kind}__{word}{f'_{i}' if len(alike) > 1 else ''}")
     return names
+
+
+def _term(text: Printer, expr: ex.Expr) -> str:
+    """The text of such a term; the compiler does not know that a position has no sign."""
+    if isinstance(expr, ex.Apply) and expr.op == "%" and _truncates(expr):
+        divisor = ex.constant(expr.args[1])
+        if isinstance(divisor, int) and divisor & (divisor - 1) == 0:
+            inner = text(expr.args[0])
+            return f"{inner if inner.isidentifier() else f'({inner})'} & {divisor - 1}"
+    return text(expr)
 
 
 def _bounds(each: tiles.Range) -> tuple[ex.Expr, ...]:
@@ -399,20 +417,21 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
     apart = apart or lists is not None
     early = ("q", "k", "pair") if apart else (across,)
     text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
-    always = ex.constant(rule.expr) is True
-    keep, there = text(ex.substitute(rule.expr, terms)), _IN_BOUNDS[frozenset({along})]
+    keep, limits = _kept(rule, along, text, terms)
 
     def lines_of(side: str) -> tuple[str, ...]:
-        return tuple(f"{name.name} = {text(each)}" for each, name in terms.items() if side_of(each) == side)
+        return tuple(
+            f"{name.name} = {_term(text, each)}" for each, name in terms.items() if side_of(each) == side
+        )
 
     return RenderedMask(
-        keep=_lines(there if always else f"({keep}) & ({there})"),
+        keep=_lines(keep),
         ranges=tuple(
             _rendered_range(text, each, f"_{i}" if len(found) > 1 else "") for i, each in enumerate(found)
         ),
         wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines(across) + lines_of(across),
+        row_loads=text.side_lines(across) + lines_of(across) + limits,
         key_loads=text.side_lines(along) + text.side_lines("pair") if apart else (),
         key_terms=lines_of(along),
         symbols=text.symbols,
@@ -423,6 +442,51 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
         helpers=_helpers(rule.expr, *bounds),
         lists=None if lists is None else _render_lists(rule, lists),
     )
+
+
+def _kept(
+    rule: Rule, along: str, text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
+) -> tuple[str, tuple[str, ...]]:
+    """A mask's condition on a pair, and the lines before it that say of each row which keys it sees.
+
+    A mask of one comparison is left as it reads.
+    """
+    there = _IN_BOUNDS[frozenset({along})]
+    if ex.constant(rule.expr) is True:
+        return there, ()
+    plain = f"({text(ex.substitute(rule.expr, terms))}) & ({there})"
+    if along != "k" or not isinstance(rule.expr, ex.Apply) or rule.expr.op not in ("&", "|"):
+        return plain, ()
+    found = conjuncts.joined(rule.expr, rule.types)
+    if found == (conjuncts.Interval(conjuncts.K_IDX, None, conjuncts.K_LEN), rule.expr):
+        return plain, ()
+    wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
+
+    def printed(expr: ex.Expr) -> str:
+        reads_wide = any(load.operand in wide for load in ex.loads(expr))
+        return text(ex.substitute(expr, terms)) + (".to(tl.int32)" if reads_wide else "")
+
+    lines, kept = [], []
+    intervals = [each for each in found if isinstance(each, conjuncts.Interval)]
+    for each in found:
+        if not isinstance(each, conjuncts.Interval):
+            kept.append(text(ex.substitute(each, terms)))
+            continue
+        number = f"_{intervals.index(each)}" if len(intervals) > 1 else ""
+        value = text(ex.substitute(each.value, terms))
+        begin, end, count = (f"{rule.kind}__{word}{number}" for word in ("from", "end", "count"))
+        if each.lo is not None:
+            lines.append(f"{begin} = {printed(each.lo)}")
+        if each.hi is not None:
+            lines.append(f"{end} = {printed(each.hi)}")
+        if each.hi is None:
+            kept.append(f"{value} >= {begin}")
+        elif each.lo is None:
+            kept.append(f"{value} < {end}")
+        else:  # as numbers without a sign, what lies before the first is far behind the last
+            lines.append(f"{count} = tl.maximum({end} - {begin}, 0).to(tl.uint32)")
+            kept.append(f"({value} - {begin}).to(tl.uint32) < {count}")
+    return " & ".join(f"({each})" for each in kept) if len(kept) > 1 else kept[0], tuple(lines)
 
 
 def _lines(text: str) -> tuple[str, ...]:

@@ -92,7 +92,8 @@ def gradients_of_keys(
         of_head = (batch * heads + head).to(tl.int64) * q_len
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + start_n.to(tl.int64) * mask_doc_ids__stride_1
+            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
 
         # Rows to visit; which of the keys each keeps is asked of it.
@@ -183,6 +184,7 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
         + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1, mask=q_idx < q_len, other=0,
     )
+    mask__end = tl.where(q_pos >= 0, tl.minimum(q_pos + 1, k_len), 0)
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
     # Keys to visit; which of them a row keeps is asked of each.
@@ -205,12 +207,10 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         p = tl.exp2((score + score_bias__pair) * LOG2E - lse[:, None])
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + start_n.to(tl.int64) * mask_doc_ids__stride_1
+            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
-        keep = (
-            ((q_pos >= k_idx) & (q_pos >= 0) & (mask_doc_ids__q == mask_doc_ids__k)) & (k_idx <
-            k_len)
-        )
+        keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         p = tl.where(keep, p, 0.0)
         v = V.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         dp = tl.dot(dout, tl.trans(v))

@@ -336,6 +336,9 @@ def attention_bwd_d96v72_sliding_window_softcap_fp32_dlse_m32n32w4s1_pointer_row
 
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
     score__factor_0 = 1.0 / score_cap
+    mask__from = tl.maximum(q_pos - mask_left, 0)
+    mask__end = tl.minimum(q_pos + mask_right + 1, k_len)
+    mask__count = tl.maximum(mask__end - mask__from, 0).to(tl.uint32)
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
@@ -365,7 +368,7 @@ def attention_bwd_d96v72_sliding_window_softcap_fp32_dlse_m32n32w4s1_pointer_row
         score = score * scale
         score__tanh = tanh(score * score__factor_0)
         p = tl.exp2((score_cap * score__tanh) * LOG2E - lse[:, None])
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         p = tl.where(keep, p, 0.0)
         v_0 = tl.load(
             V + cols[:, None] * stride_vn + dims_v_0[None, :] * stride_vd,
@@ -425,7 +428,7 @@ def attention_bwd_d96v72_sliding_window_softcap_fp32_dlse_m32n32w4s1_pointer_row
         score = score * scale
         score__tanh = tanh(score * score__factor_0)
         p = tl.exp2((score_cap * score__tanh) * LOG2E - lse[:, None])
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         p = tl.where(keep, p, 0.0)
         v_0 = tl.load(
             V + cols[:, None] * stride_vn + dims_v_0[None, :] * stride_vd,

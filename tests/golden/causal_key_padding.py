@@ -39,6 +39,7 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
 
     mask_key_lengths__here = tl.load(mask_key_lengths + batch.to(tl.int64) * mask_key_lengths__stride_0)
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
+    mask__end = tl.minimum(tl.minimum(q_pos + 1, mask_key_lengths__here), k_len)
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
@@ -75,7 +76,7 @@ def attention_fwd_d64_causal_and_key_padding_bf16_m128n64w4s2_tma_rows(
         k_idx = cols[None, :]
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
-        keep = ((q_pos >= k_idx) & (k_idx < mask_key_lengths__here)) & (k_idx < k_len)
+        keep = k_idx < mask__end
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

@@ -107,6 +107,7 @@ def attention_fwd_d64_causal_and_document_bf16_m64n64w4s2_tma_heads(
         mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
         + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1, mask=q_idx < q_len, other=0,
     )
+    mask__end = tl.where(q_pos >= 0, tl.minimum(q_pos + 1, k_len), 0)
 
     # Which blocks of keys to visit is listed: some kept in part, and some by every row, with no element mask.
     listed = LISTS + batch.to(tl.int64) * stride_lb + (start_m // BLOCK_M).to(tl.int64) * stride_lm
@@ -128,12 +129,10 @@ def attention_fwd_d64_causal_and_document_bf16_m64n64w4s2_tma_heads(
         score = tl.dot(q, tl.trans(k))
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + start_n.to(tl.int64) * mask_doc_ids__stride_1
+            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
-        keep = (
-            ((q_pos >= k_idx) & (q_pos >= 0) & (mask_doc_ids__q == mask_doc_ids__k)) & (k_idx <
-            k_len)
-        )
+        keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

@@ -121,6 +121,12 @@ def attention_fwd_d64_neighborhood_w48_bf16_m64n64w4s2_tma_heads(
     mask__rows_1 = tl.minimum(
         tl.maximum(tl.maximum(q_pos, 0) % 48 - floor_div(mask_kernel_w, 2), 0), 48 - mask_kernel_w
     )
+    mask__from_0 = tl.maximum(mask__rows_0 * 48, 0)
+    mask__end_0 = tl.minimum((mask__rows_0 + mask_kernel_h) * 48, k_len)
+    mask__count_0 = tl.maximum(mask__end_0 - mask__from_0, 0).to(tl.uint32)
+    mask__from_1 = mask__rows_1
+    mask__end_1 = mask__rows_1 + mask_kernel_w
+    mask__count_1 = tl.maximum(mask__end_1 - mask__from_1, 0).to(tl.uint32)
 
     # Which blocks of keys to visit is listed: some kept in part, and some by every row, with no element mask.
     listed = LISTS + batch.to(tl.int64) * stride_lb + (start_m // BLOCK_M).to(tl.int64) * stride_lm
@@ -142,9 +148,8 @@ def attention_fwd_d64_neighborhood_w48_bf16_m64n64w4s2_tma_heads(
         score = tl.dot(q, tl.trans(k))
         mask__keys = k_idx % 48
         keep = (
-            ((k_idx >= mask__rows_0 * 48) & (k_idx < (mask__rows_0 + mask_kernel_h) * 48) &
-            (mask__keys >= mask__rows_1) & (mask__keys < mask__rows_1 + mask_kernel_w)) & (k_idx <
-            k_len)
+            ((k_idx - mask__from_0).to(tl.uint32) < mask__count_0) & ((mask__keys -
+            mask__from_1).to(tl.uint32) < mask__count_1)
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)

@@ -42,6 +42,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
     score__factor_0 = scale * LOG2E
     q_idx = rows[:, None]
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
+    mask__end = tl.minimum(tl.maximum(mask_prefix_lens__here, q_pos + 1), k_len)
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
@@ -92,7 +93,7 @@ def attention_fwd_d64_prefix_lm_bias_hqk_bf16_m64n64w4s2_tma_heads(
         )
         score_bias__pair = score_bias__pair.to(tl.float32)
         score = score * score__factor_0 + score_bias__pair * LOG2E
-        keep = ((k_idx < mask_prefix_lens__here) | (q_pos >= k_idx)) & (k_idx < k_len)
+        keep = k_idx < mask__end
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

@@ -178,6 +178,9 @@ def consumer(
     rows = start_m + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
     mask__rows = floor_mod(q_pos, mask_dilation)
+    mask__from = gl.maximum(q_pos - mask_window, 0)
+    mask__end = gl.minimum(gl.minimum(q_pos + 1, q_pos + mask_window + 1), k_len)
+    mask__count = gl.maximum(mask__end - mask__from, 0).to(gl.uint32)
 
     # The first block of keys has nothing before it to add to, or to rescale.
     start_n = hi - BLOCK_N
@@ -195,10 +198,7 @@ def consumer(
     k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
     score = score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
     mask__keys = floor_mod(k_idx, mask_dilation)
-    keep = (
-        ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &
-        (mask__rows == mask__keys)) & (k_idx < k_len)
-    )
+    keep = ((k_idx - mask__from).to(gl.uint32) < mask__count) & (mask__rows == mask__keys)
     score = gl.where(keep, score, float("-inf"))
     row_max = row_maximum(score)
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key yet
@@ -230,10 +230,7 @@ def consumer(
             score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
         )
         mask__keys = floor_mod(k_idx, mask_dilation)
-        keep = (
-            ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &
-            (mask__rows == mask__keys)) & (k_idx < k_len)
-        )
+        keep = ((k_idx - mask__from).to(gl.uint32) < mask__count) & (mask__rows == mask__keys)
         score = gl.where(keep, score, float("-inf"))
         block_max = row_maximum(score)
         new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)

@@ -210,6 +210,9 @@ def consumer(
 
         rows = start_m + gl.arange(0, ROWS, layout=ROW_LAYOUT) % STRIP
         q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
+        mask__from = gl.maximum(q_pos - mask_left, 0)
+        mask__end = gl.minimum(q_pos + mask_right + 1, k_len)
+        mask__count = gl.maximum(mask__end - mask__from, 0).to(gl.uint32)
 
         # The first block of keys has nothing before it to add to, or to rescale.
         start_n = hi - BLOCK_N
@@ -225,7 +228,7 @@ def consumer(
         score = warpgroup_mma_wait(0, deps=[score])
         mbarrier.arrive(k_empty.index(stage), count=1)
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(gl.uint32) < mask__count
         score = gl.where(keep, score, float("-inf"))
         row_max = row_maximum(score) * scale_log2
         shift = gl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key yet
@@ -237,7 +240,7 @@ def consumer(
         acc = gl.zeros([ROWS, 64], gl.float32, O_LAYOUT_64)
 
         # Scores of one block of keys are multiplied while the block before it is added to the output.
-        for start_n in range(hi - BLOCK_N - BLOCK_N, full_hi - BLOCK_N, -BLOCK_N):
+        for start_n in range(hi - BLOCK_N - BLOCK_N, lo - BLOCK_N, -BLOCK_N):
             v_stage, v_phase = stage, phase
             step += 1
             stage = step % STAGES
@@ -253,71 +256,10 @@ def consumer(
 
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-            keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
-            score = gl.where(keep, score, float("-inf"))
-            block_max = row_maximum(score) * scale_log2
-            new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
-            shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-            weights = gl.exp2(score * scale_log2 - shift[:, None])
-            factor = gl.exp2(row_max - shift)
-            lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
-            row_sum = row_sum * lane_factor[:, None] + row_total(weights)
-            row_max = new_max
-            next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_64)
-
-            acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
-            p = next_p
-
-        for start_n in range(gl.minimum(full_hi, hi - BLOCK_N) - BLOCK_N, full_lo - BLOCK_N, -BLOCK_N):
-            v_stage, v_phase = stage, phase
-            step += 1
-            stage = step % STAGES
-            phase = step // STAGES & 1
-            mbarrier.wait(k_full.index(stage), phase)
-            score = warpgroup_mma(
-                q, k_smem.index(stage).reshape([BLOCK_N, 64]).permute((1, 0)), zero, use_acc=False,
-                is_async=True,
-            )
-            acc = scaled(acc, factor)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, 64]), acc, is_async=True)
-
-            score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            block_max = row_maximum(score) * scale_log2
-            new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
-            weights = gl.exp2(score * scale_log2 - new_max[:, None])
-            factor = gl.exp2(row_max - new_max)
-            lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
-            row_sum = row_sum * lane_factor[:, None] + row_total(weights)
-            row_max = new_max
-            next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_64)
-
-            acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
-            p = next_p
-
-        for start_n in range(gl.minimum(full_lo, hi - BLOCK_N) - BLOCK_N, lo - BLOCK_N, -BLOCK_N):
-            v_stage, v_phase = stage, phase
-            step += 1
-            stage = step % STAGES
-            phase = step // STAGES & 1
-            mbarrier.wait(k_full.index(stage), phase)
-            score = warpgroup_mma(
-                q, k_smem.index(stage).reshape([BLOCK_N, 64]).permute((1, 0)), zero, use_acc=False,
-                is_async=True,
-            )
-            acc = scaled(acc, factor)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, 64]), acc, is_async=True)
-
-            score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-            keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
-            score = gl.where(keep, score, float("-inf"))
+            if (start_n >= full_hi) | (start_n < full_lo):
+                k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
+                keep = (k_idx - mask__from).to(gl.uint32) < mask__count
+                score = gl.where(keep, score, float("-inf"))
             block_max = row_maximum(score) * scale_log2
             new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

@@ -65,6 +65,7 @@ def attention_fwd_varlen_d64_document_fp16_m64n64w4s3_pointer_rows(
         mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
         + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1, mask=q_idx < q_len, other=0,
     )
+    mask__end = tl.where(q_pos >= 0, k_len, 0)
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
     # Keys to visit; which of them a row keeps is asked of each.
@@ -85,9 +86,9 @@ def attention_fwd_varlen_d64_document_fp16_m64n64w4s3_pointer_rows(
         )
         score = tl.dot(q, tl.trans(k))
         keep = (
-            ((q_pos >= 0) & (mask_doc_ids__q == tl.load(mask_doc_ids + batch.to(tl.int64) *
-            mask_doc_ids__stride_0 + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx <
-            k_len, other=0))) & (k_idx < k_len)
+            (k_idx < mask__end) & (mask_doc_ids__q == tl.load(mask_doc_ids + batch.to(tl.int64) *
+            mask_doc_ids__stride_0 + start_n.to(tl.int64) * mask_doc_ids__stride_1 + (k_idx -
+            start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0))
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)

@@ -40,6 +40,9 @@ def attention_fwd_d64_sliding_window_bf16_lse_sinks_m64n64w4s2_tma_heads(
     q = Q.load([batch, head, start_m, 0]).reshape(BLOCK_M, 64)
 
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
+    mask__from = tl.maximum(q_pos - mask_left, 0)
+    mask__end = tl.minimum(q_pos + mask_right + 1, k_len)
+    mask__count = tl.maximum(mask__end - mask__from, 0).to(tl.uint32)
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
@@ -60,7 +63,7 @@ def attention_fwd_d64_sliding_window_bf16_lse_sinks_m64n64w4s2_tma_heads(
         k_idx = cols[None, :]
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -89,7 +92,7 @@ def attention_fwd_d64_sliding_window_bf16_lse_sinks_m64n64w4s2_tma_heads(
         k_idx = cols[None, :]
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         score = tl.dot(q, tl.trans(k))
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

@@ -69,6 +69,9 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
     score__factor_0 = scale * (1.0 / score_cap)
     score__factor_1 = LOG2E * score_cap
     q_pos = rows[:, None] + (k_len - q_len)  # row i's position in the key sequence
+    mask__from = tl.maximum(q_pos - mask_left, 0)
+    mask__end = tl.minimum(q_pos + mask_right + 1, k_len)
+    mask__count = tl.maximum(mask__end - mask__from, 0).to(tl.uint32)
     first = start_m
     last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
@@ -98,7 +101,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
         score = tanh(score * score__factor_0) * score__factor_1
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -161,7 +164,7 @@ def attention_fwd_d96v72_sliding_window_softcap_fp32_m64n32w4s2_pointer_heads(
         score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
         score = tl.dot(q_64, tl.trans(k_64), score, input_precision="ieee")
         score = tanh(score * score__factor_0) * score__factor_1
-        keep = ((q_pos - k_idx <= mask_left) & (k_idx - q_pos <= mask_right)) & (k_idx < k_len)
+        keep = (k_idx - mask__from).to(tl.uint32) < mask__count
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet

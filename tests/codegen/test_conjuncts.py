@@ -1,0 +1,65 @@
+"""Element masks joined into fewer conditions, against every single pair."""
+
+import random
+
+import pytest
+import torch
+
+from flashgen.build.reference import TORCH_FUNCTIONS
+from flashgen.codegen.conjuncts import Interval, joined
+from flashgen.spec import expr as ex
+from flashgen.spec.masks import parse_mask
+from spec.test_tiles import Case, random_mask
+
+FEWER = {
+    "sliding_window(5, 2)": 1,
+    "causal & sliding_window(5, 2)": 1,
+    "causal & key_padding": 1,
+    "prefix_lm": 1,
+    "document": 2,
+    "causal & document": 2,
+    "causal & sliding_window(5, 0) & document": 2,
+    "neighborhood(5)": 1,
+    "neighborhood((4, 8), (3, 3))": 2,
+    "causal & ~sliding_window(3, 0)": 2,
+}
+"""How many conditions are left of each, the end of the sequence included."""
+
+
+def conditions(case: Case) -> list[ex.Expr]:
+    found = joined(case.mask.rule.expr, case.mask.rule.types)
+    return [each.expr if isinstance(each, Interval) else each for each in found]
+
+
+def kept(case: Case) -> torch.Tensor:
+    """What the joined conditions say of all pairs, and of as many keys behind the last."""
+    env = {n: torch.tensor(v) if isinstance(v, list) else v for n, v in case.env.items()}
+    env |= {"q_idx": torch.arange(case.q_len)[:, None], "k_idx": torch.arange(case.k_len)}
+    keep = torch.ones(case.q_len, case.k_len, dtype=torch.bool)
+    for each in conditions(case):
+        keep = keep & torch.as_tensor(ex.evaluate(each, env, TORCH_FUNCTIONS))
+    return keep
+
+
+@pytest.mark.parametrize("text", FEWER)
+def test_intervals_of_one_value_become_one(text):
+    case = Case(parse_mask(text), random.Random(text))
+    assert len(conditions(case)) == FEWER[text]
+    intervals = [c for c in joined(case.mask.rule.expr, case.mask.rule.types) if isinstance(c, Interval)]
+    assert len({each.value for each in intervals}) == len(intervals)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_what_is_joined_keeps_the_same_pairs(seed):
+    rng = random.Random(seed)
+    case = Case(random_mask(rng, 3), rng)
+    assert torch.equal(kept(case), case.keep), str(case)
+
+
+@pytest.mark.parametrize("text", FEWER)
+def test_no_key_behind_the_last_is_kept(text):
+    case = Case(parse_mask(text), random.Random(text))
+    first, *_ = joined(case.mask.rule.expr, case.mask.rule.types)
+    env = {n: torch.tensor(v) if isinstance(v, list) else v for n, v in case.env.items()}
+    env |= {"q_idx": torch.arange(case.q_len)[:, None], "k_idx": case.k_len + torch.arange(8)}
+    assert not torch.as_tensor(ex.evaluate(first.expr, env, TORCH_FUNCTIONS)).any()
