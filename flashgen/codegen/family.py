@@ -213,10 +213,11 @@ class Family:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
         if self.tiling(config).splits > 1 and spec.packed:
             return (
-                "splits keys into parts whose buffers have one length of all sequences, and these are packed"
+                "splits keys into parts whose buffers have one length of all sequences, and these are packed; "
+                "take splits=1"
             )
         if self.tiling(config).splits > 1 and listed(spec.mask):
-            return "splits keys by the order of their blocks, and this mask's blocks are listed"
+            return "splits keys by the order of their blocks, and this mask's blocks are listed; take splits=1"
         if reason := self.limits(config, spec, target):
             return reason
         needed = self.shared_bytes(config, spec, target).least
@@ -243,7 +244,10 @@ class Family:
         if tiling.descriptors and not facts.tma:
             return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
         if heads_per_kv % tiling.pack:
-            return f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}"
+            return (
+                f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}; "
+                "pack must divide these"
+            )
         return ""
 
     def refuses(
