@@ -23,6 +23,10 @@ MOST_PROGRAMS = 4
 LEAST_BLOCKS = 8
 """Of keys, of each part in a default that splits them: about what the second kernel costs, 3 to 4 us."""
 
+MOST_IDLE = 4
+"""Times as many programs as a config of whole keys has tiles for, and parts that the default would make: from
+there on the default, untuned, beats what was tuned for other sizes, by twice or more."""
+
 
 def listed(mask: Rule) -> bool:
     """Whether a mask's tiles are listed, since no ranges express them.
@@ -272,6 +276,27 @@ class Family:
         return (
             f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more "
             f"than {MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
+        )
+
+    def idles(self, config: Config, workload: Workload, target: Target, facts: CallFacts) -> str:
+        """Why a config tuned for other sizes, which splits no keys, serves a call worse than a default that does.
+
+        A group of 7 heads is packed by no config, so the records of groups of 4 and 8 that split keys are not
+        admitted, and the next one may be of 32 heads, which fill the GPU without splits.
+        """
+        tiling = self.tiling(config)
+        tiles, together = tiling.tiles(workload), target.sm_count * tiling.programs
+        if tiling.splits > 1 or MOST_IDLE * tiles > together:
+            return ""
+        try:
+            default = self.default(workload.spec, target, facts, workload.heads_per_kv, workload)
+        except DoesNotFit:
+            return ""
+        if default.number("splits") < MOST_IDLE:
+            return ""
+        return (
+            f"splits no keys, and has {tiles} tiles here for {together} programs; the default, {default.name}, "
+            "splits them; tune these sizes for more"
         )
 
     def outgrows(self, workload: Workload) -> str:

@@ -344,6 +344,22 @@ def test_splits_of_a_call_whose_rows_fill_the_gpu_are_refused() -> None:
     assert SM90.crowds(whole, replace(SHORT, q_len=100_000), H200) == ""
 
 
+def test_what_leaves_three_quarters_of_the_gpu_idle_is_refused_where_the_default_splits() -> None:
+    """A group of 7 query heads is packed by no config: 28 tiles."""
+    whole = SM90.find("c2x1n128s2g4p1_late_lazy_tree_lane_dynamic")
+    work = Workload(SPEC, 1, 28, 4, 16, 16384)
+
+    def idles(config: Config = whole, **sizes: int) -> str:
+        return SM90.idles(config, replace(work, **sizes), H200, CallFacts())
+
+    told = "splits no keys, and has 28 tiles here for 132 programs; the default, c2x1n128s2g4p1k4_late"
+    assert idles().startswith(told)
+    assert idles(SM90.config(**whole.to_json(), splits=2)) == ""
+    assert idles(batch=2) == "", "56 tiles"
+    assert idles(k_len=2048) == "", "2 parts of 8 blocks"
+    assert SM90.idles(whole, replace(work, spec=LISTED), H200, CallFacts()) == ""
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "splits"),
     [
