@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from flashgen.spec import masks
 README = Path(__file__).parent.parent / "README.md"
 MARKED = re.compile(r"<!-- run: tests/test_readme.py -->\n```python\n(.*?)```", re.DOTALL)
 EXAMPLES = MARKED.findall(README.read_text())
+PEERS = ("fa4", "cudnn", "flex", "fa2")  # in the order of the README's columns
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=[f"example{i}" for i in range(len(EXAMPLES))])
@@ -42,6 +45,32 @@ def test_the_mask_that_contributing_adds_is_one() -> None:
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(InvalidArgument, match="size="):
             entry.build(wrong)
+
+
+def test_the_speeds_are_those_of_the_recorded_rows() -> None:
+    """Each cell of the table, and the sentence under it, computed anew from benchmarks/."""
+    text = README.read_text()
+    recorded = json.loads((README.parent / "benchmarks/nvidia-h200/forward.json").read_text())["rows"]
+    speeds: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in recorded:
+        own_keys = row["heads"] == row["kv_heads"] == 2048 // row["head_dim"]
+        if row["dtype"] == "bf16" and own_keys and row["batch"] * row["q_len"] == 16384:
+            shape = (str(row["head_dim"]), row["mask"], f"{row['q_len']:,}")
+            speeds.setdefault(shape, {})[row["impl"]] = row["tflops"]
+    table = re.findall(
+        r"^\| (\d+) \| (causal|full) \| ([\d,]+) \| \*\*(\d+)\*\* \| (.*) \|$", text, re.MULTILINE
+    )
+    assert len(table) == 18 and len(speeds) == 36
+    for *shape, ours, peers in table:
+        found = speeds[tuple(shape)]
+        told = [f"{found[peer]:.0f} ({found['flashgen'] / found[peer]:.2f}x)" for peer in PEERS]
+        assert (ours, peers.split(" | ")) == (f"{found['flashgen']:.0f}", told), shape
+    ratios = [found.pop("flashgen") / max(found.values()) for found in speeds.values()]
+    mean = statistics.geometric_mean(ratios)
+    assert (
+        f"Over all 36 shapes {mean:.2f} times the best peer of each (geometric mean; "
+        f"least {min(ratios):.2f}, most {max(ratios):.2f};"
+    ) in text
 
 
 def test_links_lead_somewhere() -> None:

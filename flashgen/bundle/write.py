@@ -45,9 +45,9 @@ def wanted(spec: AttentionSpec, admission: str) -> tuple[tuple[AttentionSpec, Ca
     there may be, for aligned calls and, if the config can serve any call, for any call.
 
     Args:
-        admission: of the config, as in its record: `tma` or `any`.
+        admission: of the config, as in its record: `tma`, `tma_pack4` or `any`.
     """
-    kinds = (ALIGNED,) if admission == "tma" else (ALIGNED, ANY_CALL)
+    kinds = (ALIGNED, ANY_CALL) if admission == "any" else (ALIGNED,)
     return tuple(
         (replace(spec, return_lse=lse, out_dtype=out), facts)
         for out in OUT_DTYPES[spec.dtype]

@@ -111,6 +111,7 @@ def show(
     found = [_Shown.find(each, workload, device, facts, family, url) for each in names]
     for each in found:
         click.echo(f"showing {each.config.name}, {each.origin}", err=True)
+        click.echo(f"  {each.config.describe()}", err=True)
     click.echo(f"for {workload.name} of [{workload.spec.key}]{several}", err=True)
     if draw is not None:
         _draw(found[0], workload, draw, as_json)

@@ -217,11 +217,11 @@ class Family:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
         if self.tiling(config).splits > 1 and spec.packed:
             return (
-                "splits keys into parts whose buffers have one length of all sequences, and these are packed; "
+                "splits keys into parts whose buffers have one length of all sequences; these are packed: "
                 "take splits=1"
             )
         if self.tiling(config).splits > 1 and listed(spec.mask):
-            return "splits keys by the order of their blocks, and this mask's blocks are listed; take splits=1"
+            return "splits keys by the order of their blocks, and this mask lists them; take splits=1"
         if reason := self.limits(config, spec, target):
             return reason
         needed = self.shared_bytes(config, spec, target).least
@@ -279,7 +279,7 @@ class Family:
         )
 
     def idles(self, config: Config, workload: Workload, target: Target, facts: CallFacts) -> str:
-        """Why a config tuned for other sizes, which splits no keys, serves a call worse than a default that does.
+        """Why a config of whole keys, tuned for other sizes, serves a call worse than a default that splits.
 
         A group of 7 heads is packed by no config, so the records of groups of 4 and 8 that split keys are not
         admitted, and the next one may be of 32 heads, which fill the GPU without splits.
@@ -295,8 +295,8 @@ class Family:
         if default.number("splits") < MOST_IDLE:
             return ""
         return (
-            f"splits no keys, and has {tiles} tiles here for {together} programs; the default, {default.name}, "
-            "splits them; tune these sizes for more"
+            f"splits no keys, and has {tiles} tiles here for {together} programs; the default, "
+            f"{default.name}, splits them; tune these sizes for more"
         )
 
     def outgrows(self, workload: Workload) -> str:

@@ -74,6 +74,10 @@ class Config:
         numbers = "".join(f"{SHORT_NAMES[k]}{v}" for k, v in self.values if isinstance(v, int))
         return "_".join([numbers, *(v for _, v in self.values if isinstance(v, str))])
 
+    def describe(self) -> str:
+        """What `name` abbreviates: `block_m 128, block_n 64, num_warps 4, ...`."""
+        return ", ".join(f"{name} {value}" for name, value in self.values)
+
     def to_json(self) -> dict[str, Value]:
         """The tunables alone, by name, as `values` has them."""
         return dict(self.values)

@@ -849,6 +849,7 @@ def test_what_a_config_needs_follows_from_its_admission() -> None:
         (False, ALIGNED),
         (True, ALIGNED),
     ]
+    assert wanted(SPEC, "tma_pack4") == wanted(SPEC, "tma")
     assert [(spec.return_lse, facts) for spec, facts in wanted(with_lse(SPEC), "any")] == [
         (False, ALIGNED),
         (False, ANY_CALL),

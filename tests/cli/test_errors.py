@@ -60,7 +60,11 @@ WRONG = [
     (["show", *H200, "--family", "magic"], USAGE, ["unknown family 'magic'", "attention_fwd"]),
     (["show", *H200, "--config", ""], USAGE, ["no config ''", "a name reads like"]),
     *(
-        (["show", *words, "--family", "attention_fwd_sm90"], USAGE, ["attention_fwd_sm90", why, "choose of: " + other])
+        (
+            ["show", *words, "--family", "attention_fwd_sm90"],
+            USAGE,
+            ["attention_fwd_sm90", why, "choose of: " + other],
+        )
         for words, why, other in (
             ([*H200, "--dtype", "fp32"], "serves fp16, bf16, e4m3, not fp32", "attention_fwd"),
             ([*H200, "--backward"], "computes fwd, not bwd", "attention_bwd"),
@@ -240,18 +244,21 @@ def test_show_says_what_it_shows() -> None:
         assert done.exit_code == 0 and done.stdout.startswith('"""Attention forward')
         return done.stderr.splitlines()
 
-    best, which = told("--suite", "llama3-8b")
+    best, tunables, which = told("--suite", "llama3-8b")
     assert re.fullmatch(
         r"showing c\dx\d\w+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best
     )
+    assert re.fullmatch(r"  consumers \d, programs \d, block_n \d+, .*, schedule [a-z]+", tunables)
     assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
     sizes = ["--head-dim", "40", "--seq", "64"]
     untuned = told(*sizes)
     assert untuned[0].endswith(", default config: no tuned record serves this")
-    assert untuned[1].startswith("for b256h32kv32q64k64 of [") and untuned[1].endswith("]")
+    assert untuned[2].startswith("for b256h32kv32q64k64 of [") and untuned[2].endswith("]")
     assert told(*sizes, "--config", "default")[0].endswith(", default config")
     name = "m64n64w4s2_pointer_heads"
-    assert told(*sizes, "--config", name)[0] == f"showing {name}, as asked"
+    asked, spelt, _ = told(*sizes, "--config", name)
+    assert asked == f"showing {name}, as asked"
+    assert spelt == "  block_m 64, block_n 64, num_warps 4, num_stages 2, loads pointer, order heads"
 
 
 def test_an_export_without_records_says_how_to_tune_just_that() -> None:

@@ -176,10 +176,16 @@ REFUSALS: dict[str, tuple[AttentionSpec, list[str]]] = {
         NARROW,
         ["2 programs need 276 KB", "has 228 KB", "num_stages"],
     ),
-    "c3x1n64s2g4p1_late_always_optimistic_lane_plain": (SPEC, ["rescale=always", "must be lazy and lane"]),
-    "c3x1n64s2g4p1_late_lazy_optimistic_row_plain": (SPEC, ["row_sum=row", "must be lazy and lane"]),
-    "c2x1n64s2g4p1_late_lazy_optimistic_lane_plain": (DROPS, ["may give -inf", "row_max=tree or chain"]),
-    "c2x1n64s2g4p1k2_late_lazy_tree_lane_plain": (LISTED, ["mask's blocks are listed", "splits=1"]),
+    "c3x1n64s2g4p1_late_always_optimistic_lane_plain": (
+        SPEC,
+        ["row_max optimistic needs row_sum lane and rescale lazy"],
+    ),
+    "c3x1n64s2g4p1_late_lazy_optimistic_row_plain": (
+        SPEC,
+        ["row_max optimistic needs row_sum lane and rescale lazy"],
+    ),
+    "c2x1n64s2g4p1_late_lazy_optimistic_lane_plain": (DROPS, ["may give -inf", "take tree or chain"]),
+    "c2x1n64s2g4p1k2_late_lazy_tree_lane_plain": (LISTED, ["this mask lists them", "splits=1"]),
     "c2x1n64s2g4p1k3_late_lazy_tree_lane_plain": (
         replace(SPEC, addressing="varlen"),
         ["these are packed", "splits=1"],
