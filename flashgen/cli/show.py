@@ -107,7 +107,7 @@ def show(
     several = f", 1 of {len(others) + 1} workloads" if others else ""
     workload = dataclasses.replace(workload, spec=dataclasses.replace(workload.spec, return_lse=lse))
     facts = CallFacts(access, tma=access == "aligned")
-    names = diff or (name or "best",)
+    names = diff or ("best" if name is None else name,)
     found = [_Shown.find(each, workload, device, facts, family, url) for each in names]
     for each in found:
         click.echo(f"showing {each.config.name}, {each.origin}", err=True)
@@ -152,11 +152,17 @@ class _Shown:
         url: str | None,
     ) -> _Shown:
         """The kernel of a config's name; `best` and `default` are looked up."""
-        from flashgen.codegen.families import find_family, serving
+        from flashgen.codegen.families import find_family, serving, why_not
 
         asked = name
         spec, group = workload.spec, workload.heads_per_kv
-        families = serving(spec, target, facts, group) if family is None else (find_family(family),)
+        families = serving(spec, target, facts, group)
+        if family is not None:
+            only = find_family(family)
+            if reason := why_not(only, spec, target, facts, group):
+                others = ", ".join(each.name for each in families)
+                raise InvalidArgument(f"--family {family}: {reason}\nleave it out, or choose of: {others}")
+            families = (only,)
         if name == "best":
             from flashgen.api import best_record
 

@@ -27,6 +27,7 @@ REGISTER_SPLIT = {
 }
 """Of a thread of a consumer and of the producer, by the number of consumers and of programs that share a
 multiprocessor: what setmaxnreg gives out of its 64 K."""
+_ALLOWED = ", ".join(f"{programs} of {consumers}" for consumers, programs in REGISTER_SPLIT)
 SHARED_BYTES = 227 * KIB
 """Of a block on every GPU of this compute capability."""
 _BESIDE_SUMS = 30  # registers that ptxas wants for one product beside its sums, at most
@@ -67,26 +68,44 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     consumers, programs = config.number("consumers"), config.number("programs")
     if (consumers, programs) not in REGISTER_SPLIT:
-        return f"{programs} programs of {consumers} consumers would leave each thread too few registers"
+        return (
+            f"{programs} programs of {consumers} consumers would leave each thread too few registers; "
+            f"allowed: {_ALLOWED}"
+        )
     registers, _ = REGISTER_SPLIT[consumers, programs]
     if (needed := registers_needed(config, spec)) > registers:
-        return f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}"
+        return (
+            f"holds {needed} registers of tiles in each of a consumer's threads, which has {registers}; "
+            "a smaller block_n takes fewer, and fewer consumers or programs leave it more"
+        )
     launched, sums = (
         _tiling(config).max_registers,
         max(config.number("block_n"), *spec.v_chunks) * ROWS // 128,
     )
     if programs > 1 and sums + _BESIDE_SUMS > launched:
-        return f"a product's sums take {sums} registers, of {launched} that {programs} programs begin with"
-    together = programs * (_shared_bytes(config, spec, target).most + KIB)
-    if programs > 1 and together > target.shared_per_block + KIB:
-        return f"{programs} programs need more shared memory than a multiprocessor has"
+        return (
+            f"a product's sums take {sums} registers and {_BESIDE_SUMS} beside them, of {launched} that "
+            f"{programs} programs begin with; fewer programs begin with more"
+        )
+    together, most = (
+        programs * (_shared_bytes(config, spec, target).most + KIB),
+        target.shared_per_block + KIB,
+    )
+    if programs > 1 and together > most:
+        return (
+            f"{programs} programs need {together / KIB:.0f} KB of shared memory, a multiprocessor has "
+            f"{most / KIB:.0f} KB; fewer programs or num_stages or a smaller block_n need less"
+        )
     if config["row_max"] == "optimistic" and (config["rescale"], config["row_sum"]) != ("lazy", "lane"):
         return "row_max optimistic needs row_sum lane and rescale lazy: a lane moves its own maximum"
     if config["row_max"] == "optimistic" and spec.score_mod is not None and spec.score_mod.may_drop:
-        return "row_max optimistic needs rows that have seen a score, and this score rule may give -inf"
+        return (
+            "row_max optimistic needs rows that have seen a score, and this score rule may give -inf; "
+            "take tree or chain"
+        )
     rules = [rule.expr for rule in (spec.mask, spec.score_mod) if rule is not None]
     if config.number("pack") > 1 and any("head" in ex.free_symbols(expr) for expr in rules):
-        return "packs several heads into a tile, and the mask or score rule asks for the head"
+        return "packs several heads into a tile, and the mask or score rule asks for the head; take pack=1"
     return ""
 
 

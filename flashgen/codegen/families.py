@@ -48,20 +48,19 @@ def serving(
     Raises:
         Unsupported: none does; the message lists each one's reason.
     """
-    reasons = {family: family.supports(spec, target) for family in computing(spec)}
-    if facts is not None:
-        for family in (family for family, reason in reasons.items() if not reason):
-            reasons[family] = _without_default(family, spec, target, facts, heads_per_kv)
+    reasons = {family: why_not(family, spec, target, facts, heads_per_kv) for family in computing(spec)}
     found = tuple(family for family, reason in reasons.items() if not reason)
     if not found:
         raise Unsupported("no kernel family serves this: " + "; ".join(reasons.values()))
     return found
 
 
-def _without_default(
-    family: Family, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int
+def why_not(
+    family: Family, spec: AttentionSpec, target: Target, facts: CallFacts | None = None, heads_per_kv: int = 1
 ) -> str:
-    """Why no default of a family serves calls of a kind."""
+    """Why a family does not serve a spec on a target, or none of its defaults calls of a kind; else empty."""
+    if (reason := family.supports(spec, target)) or facts is None:
+        return reason
     try:
         family.default(spec, target, facts, heads_per_kv)
     except DoesNotFit as error:

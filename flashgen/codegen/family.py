@@ -23,6 +23,10 @@ MOST_PROGRAMS = 4
 LEAST_BLOCKS = 8
 """Of keys, of each part in a default that splits them: about what the second kernel costs, 3 to 4 us."""
 
+MOST_IDLE = 4
+"""Times as many programs as a config of whole keys has tiles for, and parts that the default would make: from
+there on the default, untuned, beats what was tuned for other sizes, by twice or more."""
+
 
 def listed(mask: Rule) -> bool:
     """Whether a mask's tiles are listed, since no ranges express them.
@@ -213,10 +217,11 @@ class Family:
             return f"loads by descriptor, which needs sm_90 or newer, not sm_{target.arch}"
         if self.tiling(config).splits > 1 and spec.packed:
             return (
-                "splits keys into parts whose buffers have one length of all sequences, and these are packed"
+                "splits keys into parts whose buffers have one length of all sequences; these are packed: "
+                "take splits=1"
             )
         if self.tiling(config).splits > 1 and listed(spec.mask):
-            return "splits keys by the order of their blocks, and this mask's blocks are listed"
+            return "splits keys by the order of their blocks, and this mask lists them; take splits=1"
         if reason := self.limits(config, spec, target):
             return reason
         needed = self.shared_bytes(config, spec, target).least
@@ -243,7 +248,10 @@ class Family:
         if tiling.descriptors and not facts.tma:
             return f"loads by descriptor, which cannot express the call's {facts.access} tensors"
         if heads_per_kv % tiling.pack:
-            return f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}"
+            return (
+                f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}; "
+                "pack must divide these"
+            )
         return ""
 
     def refuses(
@@ -268,6 +276,27 @@ class Family:
         return (
             f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more "
             f"than {MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
+        )
+
+    def idles(self, config: Config, workload: Workload, target: Target, facts: CallFacts) -> str:
+        """Why a config of whole keys, tuned for other sizes, serves a call worse than a default that splits.
+
+        A group of 7 heads is packed by no config, so the records of groups of 4 and 8 that split keys are not
+        admitted, and the next one may be of 32 heads, which fill the GPU without splits.
+        """
+        tiling = self.tiling(config)
+        tiles, together = tiling.tiles(workload), target.sm_count * tiling.programs
+        if tiling.splits > 1 or MOST_IDLE * tiles > together:
+            return ""
+        try:
+            default = self.default(workload.spec, target, facts, workload.heads_per_kv, workload)
+        except DoesNotFit:
+            return ""
+        if default.number("splits") < MOST_IDLE:
+            return ""
+        return (
+            f"splits no keys, and has {tiles} tiles here for {together} programs; the default, "
+            f"{default.name}, splits them; tune these sizes for more"
         )
 
     def outgrows(self, workload: Workload) -> str:

@@ -255,20 +255,29 @@ def as_scale(given: Any, head_dim: int) -> float:
     """
     if given is None:
         return float(head_dim**-0.5) if head_dim else 1.0
-    number = isinstance(given, float | int) or hasattr(given, "__float__")  # traces know of a number's type
-    if isinstance(given, bool | Tensor) or not number:
+    scale = _number(given)
+    if scale is None:
         hint = "; give its value, scale.item()" if isinstance(given, Tensor) else ""
         raise InvalidArgument(f"scale={shown(given)} must be None or a finite number{hint}")
-    try:
-        scale = float(given)
-    except OverflowError:  # an int
-        scale = math.inf
     if not -MAX_SCALE <= scale <= MAX_SCALE:
         raise InvalidArgument(
             f"scale={scale} must be finite, and at most 1.7e38 either way, for kernels multiply by it in "
             "float32; None means 1 / sqrt(head_dim)"
         )
     return scale if abs(scale) >= MIN_SCALE else 0.0
+
+
+def _number(given: Any) -> float | None:
+    """A number as a float, infinite where none holds it; None for what is no number, a tensor among these."""
+    number = isinstance(given, float | int) or hasattr(given, "__float__")  # traces know of a number's type
+    if isinstance(given, bool | Tensor) or not number:
+        return None
+    try:
+        return float(given)
+    except OverflowError:  # an int
+        return math.inf
+    except (TypeError, ValueError):  # an array of several numbers, or one that is none
+        return None
 
 
 # Tensors
@@ -361,9 +370,14 @@ def as_sinks(given: Any, q: Tensor, layout: str) -> Tensor | None:
         raise InvalidArgument(f"sinks has shape {tuple(given.shape)}; q has {heads} heads, so ({heads},)")
     if given.device != q.device:
         raise InvalidArgument(f"sinks is on {given.device}, q on {q.device}; move one")
-    if not torch.compiler.is_compiling() and given.is_neg():
-        return given.resolve_neg()  # memory holds the values negated
-    return given
+    return _as_held(given)
+
+
+def _as_held(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values as they are: that of a lazily negated one holds them negated."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # the operator resolves it
+        return tensor.resolve_neg()
+    return tensor
 
 
 def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:
@@ -404,14 +418,15 @@ def _as_factor(name: str, factor: Any, q: Tensor, heads: tuple[int, ...]) -> Fac
     if factor is None:
         return 1.0
     if not isinstance(factor, Tensor):
-        if isinstance(factor, bool) or not (isinstance(factor, float | int) or hasattr(factor, "__float__")):
+        number = _number(factor)
+        if number is None:
             raise InvalidArgument(f"{name}={shown(factor)} must be None, a number or a float32 tensor")
-        number = float(factor)
         if not 0 <= number <= MAX_SCALE:
             raise InvalidArgument(
                 f"{name}={number} must be from 0 to 1.7e38: true value = stored value * {name}"
             )
         return number
+    check_dense(name, factor)
     if factor.dtype != torch.float32 or factor.device != q.device:
         raise InvalidArgument(
             f"{name} is {factor.dtype} on {factor.device}; it must be torch.float32 on {q.device}, as q is: "
@@ -425,7 +440,7 @@ def _as_factor(name: str, factor: Any, q: Tensor, heads: tuple[int, ...]) -> Fac
         raise InvalidArgument(
             f"{name} has shape {shape}; allowed: {listed}: of the tensor, each head, or each sequence's heads"
         )
-    return factor
+    return _as_held(factor)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

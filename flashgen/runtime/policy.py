@@ -107,6 +107,8 @@ class _Candidate:
     record: Record | None = None
     note: str = ""
     exact: bool = False
+    near: bool = False
+    """Whether it was tuned for other sizes, and a default can be compiled in its place."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Policy:
                 or family.fits(config, spec, request.target)
                 or family.admits(config, request.facts, workload.heads_per_kv)
                 or family.crowds(config, workload, request.target)
+                or (family.idles(config, workload, request.target, request.facts) if candidate.near else "")
                 or family.outgrows(workload)
             )
             if reason or not loading:
@@ -213,7 +216,8 @@ def _of(request: Request, sources: Sequence[Source], steps: list[Step]) -> Itera
             modelled = record.measurement.source == "model"
             exact = not distance and not modelled
             note = "; ".join([_note(record, distance), *source.marks(record)])
-            candidate = _Candidate(source.label, source.load, record.config, record, note, exact)
+            near = bool(distance) and not source.place
+            candidate = _Candidate(source.label, source.load, record.config, record, note, exact, near)
             found.append(((distance, modelled), place, candidate))
     found.sort(key=lambda each: each[0])  # stable: the order of the sources, and of each one's own ranking
     for _, place, candidate in found[:MAX_TRIED]:

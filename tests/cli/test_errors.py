@@ -58,6 +58,20 @@ WRONG = [
     (["show", "--arch", "70"], USAGE, ["unknown arch 70", "80", "120"]),
     (["show", "--arch", "80", *H200], USAGE, ["--arch", "leave"]),
     (["show", *H200, "--family", "magic"], USAGE, ["unknown family 'magic'", "attention_fwd"]),
+    (["show", *H200, "--config", ""], USAGE, ["no config ''", "a name reads like"]),
+    *(
+        (
+            ["show", *words, "--family", "attention_fwd_sm90"],
+            USAGE,
+            ["attention_fwd_sm90", why, "choose of: " + other],
+        )
+        for words, why, other in (
+            ([*H200, "--dtype", "fp32"], "serves fp16, bf16, e4m3, not fp32", "attention_fwd"),
+            ([*H200, "--backward"], "computes fwd, not bwd", "attention_bwd"),
+            ([*H200, "--access", "unit"], "cannot express the call's unit tensors", "attention_fwd"),
+            (["--arch", "100"], "needs sm_90, not cuda 100", "attention_fwd"),
+        )
+    ),
     (["export", *H200, "--suite", "ci", "--out", "X"], USAGE, ["no tuned record", "flashgen tune"]),
     (["export", *H200, "--suite", "ci"], USAGE, ["--out"]),
     (["verify", "/nowhere/at/all"], USAGE, ["/nowhere/at/all", "does not exist"]),

@@ -12,7 +12,7 @@ import pytest
 from flashgen.codegen.families import FAMILIES, find_family, serving
 from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
-from flashgen.spec import masks
+from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload, head_dim_chunks
 from flashgen.spec.config import Config, Value
 from flashgen.spec.rule import Rule
@@ -152,16 +152,53 @@ def test_hopper_configs_are_refused_with_what_they_hold() -> None:
 
     rest = "late_lazy_tree_lane_dynamic"
     assert fits(f"c3x1n64s2g4p1_{rest}") == fits(f"c2x1n128s2g4p1_{rest}") == ""
-    held = "holds 192 registers of tiles in each of a consumer's threads, which has 160"
-    assert fits(f"c3x1n128s2g4p1_{rest}") == held
     assert "needs at least 288 KB of shared memory" in fits(f"c2x1n128s4g4p1_{rest}")
     by_head = replace(SPEC, mask=Rule.parse("mask", "q_pos - k_idx <= sizes[head] where sizes: i32"))
     assert fits(f"c2x1n64s2g4p1_{rest}", by_head) == ""
-    assert "packs several heads into a tile" in fits(f"c2x1n64s2g4p4_{rest}", by_head)
+    assert fits(f"c2x1n64s2g4p4_{rest}", by_head).endswith("asks for the head; take pack=1")
     assert fits("c3x1n64s2g4p1_late_lazy_optimistic_lane_plain") == ""
-    told = "row_max optimistic needs row_sum lane and rescale lazy: a lane moves its own maximum"
-    for apart in ("late_always_optimistic_lane_plain", "late_lazy_optimistic_row_plain"):
-        assert fits(f"c3x1n64s2g4p1_{apart}") == told
+
+
+NARROW = AttentionSpec(64, 64, "bf16", masks.full().rule)
+DROPS = replace(SPEC, score_mod=score_mods.SCORE_MODS["bias"].examples()[0].rule)
+LISTED = replace(SPEC, mask=masks.MASKS["document"].examples()[0].rule)
+REFUSALS: dict[str, tuple[AttentionSpec, list[str]]] = {
+    "c2x2n64s2g4p1_late_lazy_tree_lane_plain": (
+        SPEC,
+        ["2 programs of 2 consumers", "allowed: 1 of 1, 1 of 2, 1 of 3, 2 of 1, 3 of 1"],
+    ),
+    "c3x1n128s2g4p1_late_lazy_tree_lane_plain": (SPEC, ["holds 192 registers", "has 160", "smaller block_n"]),
+    "c1x3n64s2g4p1_late_lazy_tree_lane_plain": (
+        SPEC,
+        ["sums take 64 registers and 30 beside them, of 80", "3 programs", "fewer programs"],
+    ),
+    "c1x2n128s4g4p1_late_lazy_tree_lane_plain": (
+        NARROW,
+        ["2 programs need 276 KB", "has 228 KB", "num_stages"],
+    ),
+    "c3x1n64s2g4p1_late_always_optimistic_lane_plain": (
+        SPEC,
+        ["row_max optimistic needs row_sum lane and rescale lazy"],
+    ),
+    "c3x1n64s2g4p1_late_lazy_optimistic_row_plain": (
+        SPEC,
+        ["row_max optimistic needs row_sum lane and rescale lazy"],
+    ),
+    "c2x1n64s2g4p1_late_lazy_optimistic_lane_plain": (DROPS, ["may give -inf", "take tree or chain"]),
+    "c2x1n64s2g4p1k2_late_lazy_tree_lane_plain": (LISTED, ["this mask lists them", "splits=1"]),
+    "c2x1n64s2g4p1k3_late_lazy_tree_lane_plain": (
+        replace(SPEC, addressing="varlen"),
+        ["these are packed", "splits=1"],
+    ),
+}
+"""What of a refusal says what was given, what is allowed, and what to take instead."""
+
+
+@pytest.mark.parametrize("config", REFUSALS)
+def test_a_refusal_says_what_was_given_and_what_is_allowed(config: str) -> None:
+    spec, told = REFUSALS[config]
+    reason = SM90.fits(SM90.find(config), spec, H200)
+    assert all(each in reason for each in told), reason
 
 
 def test_a_tile_packs_heads_of_one_key_head() -> None:
@@ -170,7 +207,7 @@ def test_a_tile_packs_heads_of_one_key_head() -> None:
     assert [SM90.tiling(each).block_m for each in (one, four, eight)] == [128, 32, 16]
     assert {SM90.tiling(each).rows for each in (one, four, eight)} == {128}
     assert SM90.admits(one, CallFacts(), 5) == SM90.admits(four, CallFacts(), 8) == ""
-    told = "packs 4 heads of a key head into a tile, of which there are 6"
+    told = "packs 4 heads of a key head into a tile, of which there are 6; pack must divide these"
     assert SM90.admits(four, CallFacts(), 6) == told == SM90.refuses(four, SPEC, H200, CallFacts(), 6)
     assert "descriptor" in SM90.admits(one, CallFacts("unit", tma=False), 4)
 
@@ -311,6 +348,22 @@ def test_splits_of_a_call_whose_rows_fill_the_gpu_are_refused() -> None:
     assert SM90.crowds(split, replace(SHORT, q_len=128), H200).startswith(told)
     whole = SM90.find(PACKED.format(""))
     assert SM90.crowds(whole, replace(SHORT, q_len=100_000), H200) == ""
+
+
+def test_what_leaves_three_quarters_of_the_gpu_idle_is_refused_where_the_default_splits() -> None:
+    """A group of 7 query heads is packed by no config: 28 tiles."""
+    whole = SM90.find("c2x1n128s2g4p1_late_lazy_tree_lane_dynamic")
+    work = Workload(SPEC, 1, 28, 4, 16, 16384)
+
+    def idles(config: Config = whole, **sizes: int) -> str:
+        return SM90.idles(config, replace(work, **sizes), H200, CallFacts())
+
+    told = "splits no keys, and has 28 tiles here for 132 programs; the default, c2x1n128s2g4p1k4_late"
+    assert idles().startswith(told)
+    assert idles(SM90.config(**whole.to_json(), splits=2)) == ""
+    assert idles(batch=2) == "", "56 tiles"
+    assert idles(k_len=2048) == "", "2 parts of 8 blocks"
+    assert SM90.idles(whole, replace(work, spec=LISTED), H200, CallFacts()) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -59,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     r"scale=inf must be finite": {"scale": 10**400},
     r"scale='big' must be None or a finite number": {"scale": "big"},
     r"scale=True must be None or a finite number": {"scale": True},
+    r"scale=array\(\[1., 1.\]\) must be None or a finite number": {"scale": numpy.ones(2)},
     r"scale=a tensor of torch.float32 \(1,\) must be None or a finite number; give its value": {
         "scale": torch.ones(1)
     },

@@ -371,6 +371,27 @@ def test_earlier_sources_do_not_hide_better_records_of_later_ones() -> None:
     assert parts.loads.launched == [shipped.name]
 
 
+def test_a_record_of_other_sizes_that_would_leave_the_gpu_idle_gives_way_to_a_default_that_splits() -> None:
+    """28 tiles of 16,384 keys, on 132 multiprocessors; a record of these sizes knows better, and a bundle has
+    no default."""
+    whole = config(128, 64)
+    wide = workload(4096, heads=32)
+    own = replace(wide, batch=1, heads=28, kv_heads=4, q_len=16, k_len=16384)
+    call = tensors(1, 28, 4, 16, 16384)
+    parts = make([record(conf=whole, work=wide)])
+    parts.call(*call, CAUSAL)
+    assert parts.loads.launched == ["c2x1n128s2g4p1k4_late_lazy_tree_lane_dynamic"]
+    assert "28 tiles here for 132 programs" in explain(parts, *call).steps[0].reason
+    parts = make([record(conf=whole, work=own)])
+    parts.call(*call, CAUSAL)
+    assert parts.loads.launched == [whole.name]
+    parts = make()
+    store = Records([record(conf=whole, work=wide)])
+    parts.policy.bundles.append(Source("bundle", lambda: store, parts.loads, place="bundle"))
+    parts.call(*call, CAUSAL)
+    assert parts.loads.launched == [whole.name]
+
+
 def test_c15_what_cannot_fit_is_passed_over_and_every_candidate_is_named() -> None:
     small = find_target("nvidia-l40s")  # 99 KB of shared memory a block
     big = config(128, 128, 8, 4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from flashgen import masks, score_mods
 from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.build.reference import attention_reference
 from flashgen.errors import InvalidArgument
+from flashgen.runtime.checks import Given, as_quantized
 
 
 def draw(head_dim: int = 32) -> tuple[list[Tensor], list[Tensor]]:
@@ -139,6 +142,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (named(k=float("nan")), "k_descale=nan must be from 0"),
     (named(v="much"), "v_descale='much' must be None, a number or a float32 tensor"),
     (named(v=True), "v_descale=True must be None"),
+    (named(v=10**400), "v_descale=inf must be from 0"),
+    (named(v=numpy.ones(2)), r"v_descale=array\(.*\) must be None, a number or a float32 tensor"),
+    (named(v=Decimal("sNaN")), "v_descale=Decimal.* must be None, a number or a float32 tensor"),
+    (named(k=torch.ones(2).to_sparse()), "k_descale is torch.sparse_coo; only dense"),
     ({"out_dtype": torch.float32}, "out_dtype=torch.float32 of torch.float8_e4m3fn tensors is not served"),
     ({"out_dtype": "bf16"}, "out_dtype='bf16' of torch.float8_e4m3fn tensors is not served; allowed: torch"),
 ]
@@ -151,6 +158,15 @@ def test_what_8_bit_tensors_cannot_have_is_refused(given: dict[str, Any], messag
         flashgen.attention(q, k, v, **given)
     with pytest.raises(InvalidArgument, match=message):
         flashgen.explain(q, k, v, **given)
+
+
+def test_a_kernel_gets_the_values_of_a_factor_negated_lazily() -> None:
+    (q, k, _), (q_factor, _, _) = draw()
+    lazy = torch.complex(q_factor, -q_factor).conj().imag
+    assert lazy.is_neg() and torch.equal(lazy, q_factor)
+    held = as_quantized(Given(q_descale=lazy), q, k, "bhsd")
+    assert held is not None and isinstance(held.q, Tensor)
+    assert not held.q.is_neg() and torch.equal(held.q, q_factor)
 
 
 def test_tensors_of_other_dtypes_have_no_factors_and_their_own_output() -> None:
