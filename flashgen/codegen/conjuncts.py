@@ -1,7 +1,7 @@
 """An element mask as few comparisons: one for each value of the keys that it bounds, not one for each bound.
 
 A select is made of each score for every condition that `&` joins (LLVM splits `select (a & b)` for NVIDIA's
-targets), so a window that reads `(q_pos - k_idx <= left) & (k_idx - q_pos <= right) & (k_idx < k_len)` costs a
+targets): a window that reads `(q_pos - k_idx <= left) & (k_idx - q_pos <= right) & (k_idx < k_len)` costs a
 score three comparisons and three selects. What of it is of the row alone is worked out once for the row.
 """
 

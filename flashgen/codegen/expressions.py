@@ -226,10 +226,9 @@ class Printer:
         if self.checked and load.indices.count(conjuncts.K_IDX) == 1 and _side(load) == "k":
             # From the block's first key on: then only a constant of the column is not shared.
             axis = load.indices.index(conjuncts.K_IDX)
-            first = tuple("start_n" if i == axis else index for i, index in enumerate(indices))
-            address = (
-                f"{_address(pointer, first)} + (k_idx - start_n).to(tl.int64) * {pointer}__stride_{axis}"
-            )
+            address = _address(pointer, tuple("0" if i == axis else at for i, at in enumerate(indices)))
+            stride = f"{pointer}__stride_{axis}"
+            address += f" + {stride}.to(tl.int64) * start_n + (k_idx - start_n).to(tl.int64) * {stride}"
         if not self.checked:
             return f"tl.load({address}){self._widened(load)}"
         symbols = {s for index in load.indices for s in ex.free_symbols(index)}

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from spec.test_tiles import Case, random_mask
 
 from flashgen.build.reference import TORCH_FUNCTIONS
 from flashgen.codegen.conjuncts import Interval, joined
 from flashgen.spec import expr as ex
 from flashgen.spec.masks import parse_mask
-from spec.test_tiles import Case, random_mask
 
 FEWER = {
     "sliding_window(5, 2)": 1,

@@ -92,7 +92,7 @@ def gradients_of_keys(
         of_head = (batch * heads + head).to(tl.int64) * q_len
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + start_n.to(tl.int64) * mask_doc_ids__stride_1
+            + mask_doc_ids__stride_1.to(tl.int64) * start_n
             + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
 
@@ -207,7 +207,7 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         p = tl.exp2((score + score_bias__pair) * LOG2E - lse[:, None])
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + start_n.to(tl.int64) * mask_doc_ids__stride_1
+            + mask_doc_ids__stride_1.to(tl.int64) * start_n
             + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)

@@ -256,7 +256,7 @@ def consumer(
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
         mask_doc_ids__k = gl.load(
             mask_doc_ids + batch.to(gl.int64) * mask_doc_ids__stride_0
-            + start_n.to(gl.int64) * mask_doc_ids__stride_1
+            + mask_doc_ids__stride_1.to(gl.int64) * start_n
             + (k_idx - start_n).to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         stage = step % STAGES
@@ -291,7 +291,7 @@ def consumer(
             k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
             mask_doc_ids__k = gl.load(
                 mask_doc_ids + batch.to(gl.int64) * mask_doc_ids__stride_0
-                + start_n.to(gl.int64) * mask_doc_ids__stride_1
+                + mask_doc_ids__stride_1.to(gl.int64) * start_n
                 + (k_idx - start_n).to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
             )
             mbarrier.wait(k_full.index(stage), phase)

@@ -50,6 +50,8 @@ class Value(torch.Tensor):
     type = SimpleNamespace(layout=None)
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        if dtype is torch.uint32:  # for which torch compares nothing: the same numbers in more bits
+            return super().to(torch.int64) & 0xFFFFFFFF
         return self.view(dtype) if bitcast else super().to(dtype)
 
     def __bool__(self) -> bool:
@@ -498,7 +500,7 @@ def _language() -> Any:
         return lambda a, b: value(function(value(a), value(b)))
 
     names = ("exp2", "exp", "log", "log2", "sqrt", "abs", "floor", "reshape", "zeros_like", "permute")
-    types = ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
+    types = ("int8", "int16", "int32", "uint32", "int64", "float16", "bfloat16", "float32")
     layouts = ("Blocked", "NVMMADistributed", "Slice", "DotOperand", "SwizzledShared")
     named = {name: getattr(torch, name) for name in (*names, *types)}
     named |= {f"{name}Layout": Layout for name in layouts}
