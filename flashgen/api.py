@@ -23,14 +23,16 @@ from flashgen.build.arguments import LAYOUTS
 from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoGPU, NotTuned, StoreError
 from flashgen.runtime import explain as explanations
-from flashgen.runtime import gradients, op, torch_path
+from flashgen.runtime import gradients, op, sharded, torch_path
 from flashgen.runtime.checks import (
     IS_TRANSFORMED,
     Call,
     Given,
+    as_dropout,
     as_mask,
     as_score_mod,
     check,
+    check_deterministic,
     transformed,
 )
 from flashgen.runtime.dispatcher import Dispatcher, as_result
@@ -103,12 +105,14 @@ def attention(
     score_mod: ScoreModLike = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0,  # no float, which a trace would take for a number that varies
     layout: str = "bhsd",
     return_lse: bool = False,
     q_descale: Tensor | float | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    deterministic: bool | None = None,
 ) -> Any:
     """Exact softmax attention by the fastest kernel known for the call.
 
@@ -124,12 +128,17 @@ def attention(
         sinks: (heads,) logits, float32, float16 or bfloat16: each is one more score of its head's rows, which
             takes weight and has no value. The LSE includes it; score rules and mask do not see it.
         scale: factor on the scores, of any sign; 1 / sqrt(head_dim) if None.
+        dropout_p: the probability, from 0 to 1, that a weight is left out of the output; the others are
+            multiplied by 1 / (1 - dropout_p). Which ones is drawn anew at each call, by torch's generator of
+            q's device: `torch.manual_seed` repeats it. The LSE is that of all weights.
         layout: `bhsd` as above, or `bshd`: (batch, seq, heads, head_dim) for all three and the output.
         return_lse: also return the logarithm of the sum of exponentials.
         q_descale, k_descale, v_descale: of float8_e4m3fn tensors, true value = stored value * descale: a
             number, or float32 on the tensors' device of shape (), (1), (heads,) or (batch, heads), where k, v
             and, if it likes, q count key heads. Not negative; 1 if None. No value is read on the host.
         out_dtype: of the output for float8_e4m3fn tensors: bfloat16 (if None) or float16.
+        deterministic: True for gradients that have the same bits in every run; None is what
+            `torch.use_deterministic_algorithms` says. Outputs always have.
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) in q's dtype (`out_dtype` for float8_e4m3fn), layout and
@@ -139,9 +148,12 @@ def attention(
     Raises:
         InvalidArgument: an argument is outside this; nothing was launched.
 
-    CPU tensors are computed by the reference. Gradients of q, k and v are computed by kernels; under
-    torch.compile, of CPU and 8-bit tensors, and where what a rule reads or the sinks need one, by torch's own
-    operations.
+    CPU tensors are computed by the reference. Gradients of q, k, v, the sinks and what `score_mod` reads are
+    computed by kernels, also under torch.func.grad; of CPU and 8-bit tensors by torch's own operations. Under
+    torch.compile kernels compute those of q, k and v, and torch's operations a call that needs more. Kernels'
+    gradients are deterministic but for those of tensors of `score_mod` of which several sequences, heads or
+    pairs of positions read one element: with `deterministic` such calls are torch's. A second derivative of
+    what kernels computed is refused.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
@@ -149,20 +161,26 @@ def attention(
         q_descale is None and k_descale is None and v_descale is None and out_dtype is None and sinks is None
     ):
         given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
+    if dropout_p != 0:
+        given = (given or Given())._replace(dropout=as_dropout(dropout_p, q))
+    if deterministic is not None:
+        check_deterministic(deterministic)
     if autocasting():
         q, k, v = autocasted(q, k, v)
     if _to_be_made(mask, score_mod):
         mask, score_mod = _traced(mask, score_mod, _sizes(q, k, layout))
     if torch.compiler.is_compiling():
         if _differentiated(q, k, v, given, mask, score_mod):
-            return _differentiable(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+            return _differentiable_in_a_trace(
+                deterministic, q, k, v, mask, score_mod, scale, layout, return_lse, given
+            )
         return op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, return_lse, given)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
         if _differentiated(q, k, v, given, mask, score_mod):
-            arguments = (q, k, v, mask, score_mod, scale, layout, return_lse, given)
-            return _differentiable(*arguments, by_kernels=True)
+            call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+            return _differentiable(call, deterministic)
         return _serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-    return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given)
+    return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given, deterministic)
 
 
 def attention_varlen(
@@ -178,6 +196,7 @@ def attention_varlen(
     score_mod: ScoreModLike = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0,
     return_lse: bool = False,
 ) -> Any:
     """Exact softmax attention of sequences that are packed one behind the other, each within itself alone.
@@ -202,6 +221,7 @@ def attention_varlen(
         score_mod: as for `attention`, likewise.
         sinks: as for `attention`: (heads,) logits, of every sequence.
         scale: as for `attention`.
+        dropout_p: as for `attention`.
         return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
@@ -215,9 +235,10 @@ def attention_varlen(
             setting FLASHGEN_CHECK=1, which waits for it.
         LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
 
-    CPU tensors are computed by the reference. Where a gradient is needed, torch's own operations compute one
-    sequence after the other, and wait for the GPU once. Under autocast as `attention`. torch.compile sees one
-    operator, in a graph for any lengths; a call that needs a gradient is in none.
+    CPU tensors are computed by the reference. Gradients of q, k, v and the sinks are computed by kernels as
+    well, without a wait, in eager calls; what no kernel computes (`explain` says why) is left to torch's own
+    operations, one sequence after the other, which wait for the GPU once. Under autocast as `attention`.
+    torch.compile sees one operator, in a graph for any lengths; a call that needs a gradient is in none.
     """
     if autocasting():
         q, k, v = autocasted(q, k, v)
@@ -225,7 +246,8 @@ def attention_varlen(
         sizes = _packed_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         mask, score_mod = _traced(mask, score_mod, sizes)
     places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    arguments = (q, k, v, *places, mask, score_mod, scale, return_lse, sinks)
+    dropout = as_dropout(dropout_p, q)
+    arguments = (q, k, v, *places, mask, score_mod, scale, return_lse, sinks, dropout)
     if torch.compiler.is_compiling():
         return _packed_in_a_trace(*arguments)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _watched():
@@ -246,7 +268,8 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments and meaning.
 
     `is_causal` is aligned top-left, True in a bool mask means attend. What FlashGen has no kernel for (float
-    masks, masks that are more than key padding, dropout, gradients) runs in torch; `explain` says why.
+    masks, masks that are more than key padding) runs in torch; `explain` says why. Which weights are dropped
+    is drawn otherwise than in torch.
     """
     if autocasting():
         query, key, value = autocasted(query, key, value)
@@ -255,7 +278,7 @@ def sdpa(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    out: Tensor = attention(query, key, value, mask=mask, scale=scale)
+    out: Tensor = attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p)
     return out
 
 
@@ -275,8 +298,7 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention`: the same arguments and meaning.
 
     The mask is what `block_mask.mask_mod` says; tiles to visit are derived from it, and the blocks of
-    `block_mask` are not read. A call that needs a gradient is computed by torch's operations, which give
-    one to the tensors that `score_mod` captures too.
+    `block_mask` are not read. The tensors that `score_mod` captures get gradients too, as of `attention`.
 
     Args:
         query: (batch, heads, q_len, head_dim).
@@ -383,7 +405,19 @@ def _serve_packed(*arguments: Any) -> Any:
     return as_result(torch_path.reference(check_packed(*arguments)))
 
 
-_OPERATOR = op.define(_serve)
+def _serve_gradients(
+    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients, as the operator has them."""
+    if call.empty or not call.q.is_cuda:
+        return torch_path.reference_gradients(call, dout, dlse)
+    dlse = None if dlse is None else dlse.contiguous()
+    found: Any = _dispatcher().gradients(call, out, lse, gradients.laid_out(dout, out), dlse)
+    dq, dk, dv, _ = found
+    return dq, dk, dv
+
+
+_OPERATOR = op.define(_serve, _serve_gradients)
 _OPERATOR_PACKED = op.define_packed(_serve_packed)
 
 
@@ -404,16 +438,32 @@ def _learned(rule: Any) -> bool:
     return any(each is not None and each.requires_grad for each in getattr(rule, "tensors", ()))
 
 
-def _differentiable(*arguments: Any, by_kernels: bool = False) -> Any:
-    """A call that needs a gradient.
+def _differentiable(call: Call, deterministic: bool | None = None) -> Any:
+    """A call that needs a gradient: by kernels, or by torch's own operations.
 
     Args:
-        by_kernels: whether kernels may compute it: not of tensors that a mode of torch or a trace watches.
+        deterministic: see `attention`.
     """
-    call = check(*arguments)
-    if by_kernels and not gradients.refused(call, _without_gradients):
+    call = _ordered(call, deterministic)
+    if not gradients.refused(call, _without_gradients):
         return as_result(gradients.attention(call, _dispatcher()))
     return as_result(torch_path.attention(call))
+
+
+def _differentiable_in_a_trace(deterministic: bool | None, *arguments: Any) -> Any:
+    """The same as the operator, which has gradients of its own, whatever serves it on its device."""
+    call = check(*arguments)
+    if transformed() or gradients.unknown_to_operators(call):
+        return as_result(torch_path.attention(_ordered(call, deterministic)))
+    q, k, v, mask, score_mod, scale, layout, return_lse, given = arguments
+    out, lse = op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, True, given)
+    return (out, lse) if return_lse else out
+
+
+def _ordered(call: Call, deterministic: bool | None) -> Call:
+    """A call that says whether its gradients have to have the same bits in every run."""
+    needed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    return replace(call, deterministic=True) if needed else call
 
 
 def _without_gradients(call: Call) -> str:
@@ -430,24 +480,35 @@ def _unusual(
     layout: str,
     return_lse: bool,
     given: Given | None,
+    deterministic: bool | None,
 ) -> Any:
     """A call whose tensors are not plain ones, or that a mode of torch (fake tensors) or a trace watches."""
     arguments = (q, k, v, mask, score_mod, scale, layout, return_lse, given)
     tensors = (q, k, v)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         check(*arguments)
+    if sharded.is_sharded(*tensors):
+
+        def local(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod | None) -> Any:
+            return _unusual(q, k, v, mask, score_mod, scale, layout, return_lse, given, deterministic)
+
+        return sharded.attention(local, q, k, v, mask, score_mod, layout, given)
+    plain = all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors)
     with _naming_classes(*tensors):
         if _differentiated(*tensors, given, mask, score_mod):
-            return _differentiable(*arguments)
-        if all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors) and not _watched():
-            return _serve(*arguments)
-        return op.traced(_OPERATOR, *arguments)
+            if _watched():
+                return _differentiable_in_a_trace(deterministic, *arguments)
+            call = check(*arguments)
+            if plain:
+                return _differentiable(call, deterministic)
+            return as_result(torch_path.attention(_ordered(call, deterministic)))
+        return _serve(*arguments) if plain and not _watched() else op.traced(_OPERATOR, *arguments)
 
 
 def _packed(*arguments: Any) -> Any:
     """A call of packed sequences."""
     if _packed_differentiated(*arguments):
-        return as_result(torch_path.attention(check_packed(*arguments)))
+        return _differentiable(check_packed(*arguments))
     return _serve_packed(*arguments)
 
 
@@ -463,7 +524,7 @@ def _unusual_packed(*arguments: Any) -> Any:
 
 
 def _packed_differentiated(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: Any) -> bool:
-    *_, mask, score_mod, _, _, sinks = sizes_and_rules
+    *_, mask, score_mod, _, _, sinks, _ = sizes_and_rules
     return _differentiated(q, k, v, None if sinks is None else Given(sinks=sinks), mask, score_mod)
 
 
@@ -652,8 +713,8 @@ def explain(
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
-    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    attn_mask: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
     q_descale: Tensor | float | None = None,
@@ -664,23 +725,26 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    deterministic: bool | None = None,
 ) -> Explanation:
     """What a call would run, and why every other step was passed over; print it.
 
-    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, dropout_p, is_causal, enable_gqa), or
+    Takes the arguments of `attention`, or those of `sdpa` (attn_mask, is_causal, enable_gqa), or
     those of `attention_varlen` (cu_seqlens_q and what goes with it).
     A kernel that would have to be compiled is compiled; nothing is launched.
 
     Raises:
         InvalidArgument: as the call itself, or arguments of both were mixed.
     """
+    if deterministic is not None:
+        check_deterministic(deterministic)
     q, k, v = autocasted(q, k, v)
     given = Given(q_descale, k_descale, v_descale, out_dtype, sinks)
-    if attn_mask is not None or dropout_p != 0 or is_causal is not False or enable_gqa is not False:
+    if attn_mask is not None or is_causal is not False or enable_gqa is not False:
         if mask is not None or score_mod is not None or layout != "bhsd" or return_lse or given != Given():
             raise InvalidArgument(
                 "explain got arguments of attention (mask, score_mod, sinks, layout, return_lse, those "
-                "of 8-bit tensors) and of sdpa (attn_mask, dropout_p, is_causal, enable_gqa); give one kind"
+                "of 8-bit tensors) and of sdpa (attn_mask, is_causal, enable_gqa); give one kind"
             )
         translated = translate(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if isinstance(translated, str) and isinstance(q, Tensor):
@@ -688,6 +752,7 @@ def explain(
                 "sdpa", str(q.device), F.scaled_dot_product_attention.__name__, translated
             )
         mask = translated
+    dropout = as_dropout(dropout_p, q, draw=False)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     dense = all(each is None for each in packed)
     if _to_be_made(mask, score_mod):
@@ -695,6 +760,7 @@ def explain(
         mask, score_mod = _traced(mask, score_mod, sizes)
     call: Call
     if dense:
+        given = given._replace(dropout=dropout)
         call = check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
     elif layout != "bhsd" or given != Given(sinks=sinks):
         raise InvalidArgument(
@@ -702,10 +768,11 @@ def explain(
             "8-bit tensors; a call has only one kind"
         )
     else:
-        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse, sinks)
+        call = check_packed(q, k, v, *packed, mask, score_mod, scale, return_lse, sinks, dropout)
     if transformed():
         return explanations.explain_without_kernel(call, IS_TRANSFORMED)
     needed = _differentiated(q, k, v, given, call.mask, call.score_mod)
+    call = _ordered(call, deterministic)
     if needed and (reason := gradients.refused(call, _without_gradients)):
         return explanations.explain_without_kernel(call, f"a gradient is needed: {reason}")
     if call.empty:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,26 @@ def candidates() -> dict[str, Launch]:
         "flashgen.attention, with LSE": lambda: flashgen.attention(q, k, v, mask=mask, return_lse=True),
         "flashgen.sdpa": lambda: flashgen.sdpa(q, k, v, is_causal=True),
     }
-    return found | _launchers(q, k, v)
+    return found | _training(q, k, v) | _launchers(q, k, v)
+
+
+def _training(*tensors: torch.Tensor) -> dict[str, Launch]:
+    """Calls that need a gradient, without and with their backward pass."""
+    leaves, dout = [each.clone().requires_grad_() for each in tensors], torch.randn_like(tensors[0])
+
+    def forward(attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return attend(*leaves, is_causal=True)
+
+    def both(attend: Callable[..., torch.Tensor]) -> None:
+        torch.autograd.grad(forward(attend), leaves, dout)
+
+    peers = {"scaled_dot_product_attention": F.scaled_dot_product_attention, "flashgen.sdpa": flashgen.sdpa}
+    return {
+        f"{name}, {what}": partial(run, attend)
+        for what, run in (("needs a gradient", forward), ("and gets it", both))
+        for name, attend in peers.items()
+    }
 
 
 def _launchers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Launch]:

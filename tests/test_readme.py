@@ -81,4 +81,4 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6

@@ -153,18 +153,20 @@ def flatten_gradients(
     layout: str = "bhsd",
     pointers: bool = True,
 ) -> tuple[Any, ...]:
-    """What the environment of `bwd` has behind that of `fwd` (without sinks).
+    """What the environment of `bwd` has behind that of `fwd`, but for the gradient of sinks.
 
     Args:
         dout: the gradient of the output, of its shape.
         dq, dk, dv: what is computed, of the shapes of q, k and v.
         dlse: the gradient of the LSE, as the LSE is for `flatten`.
-        layout, pointers: as for `flatten`.
+        layout, pointers: as for `flatten`; tensors of packed sequences have three axes, and no layout.
     """
     address: Callable[[torch.Tensor], Any] = _address if pointers else _itself
     tensors = (dout, dq, dk, dv)
     strides = [each.stride() for each in tensors]
-    if layout == "bshd":
+    if dout.dim() == 3:  # packed sequences
+        strides = [(r, h, r, d) for r, h, d in strides]
+    elif layout == "bshd":
         strides = [(b, h, r, d) for b, r, h, d in strides]
     return (
         *map(address, tensors),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashgen.build.arguments import call_facts, flatten, flatten_gradients, flatten_packed
+from flashgen.build.dropout import Dropout
 from flashgen.build.quantized import E4M3, Quantized, quantize
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
@@ -26,6 +27,9 @@ from flashgen.spec.score_mods import ScoreMod, alibi_slopes
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": E4M3}
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 """Axes of (batch, heads, seq, head_dim) in each layout."""
+
+DROPPED = 0.1
+"""The probability that weights are dropped with: no kernel is faster or slower by it."""
 
 _OPERAND_TORCH = {
     ours: getattr(torch, theirs.removeprefix("torch.")) for theirs, ours in TORCH_DTYPES.items()
@@ -54,6 +58,7 @@ class Inputs:
     """Where packed sequences begin among the queries and among the keys: int32 (sequences + 1)."""
     sinks: torch.Tensor | None = None
     """(heads,) logits."""
+    dropout: Dropout | None = None
 
     def bhsd(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout as a (batch, heads, seq, head_dim) view."""
@@ -82,18 +87,20 @@ class Inputs:
             q, k, v, rows = (each[0] for each in (self.q, self.k, self.v, out))
             cu_q, cu_k = self.packed
             env = flatten_packed(q, k, v, rows, lse, cu_q, cu_k, self.scale, values, tensors, pointers)
-            return env + self._of_sinks(pointers)
+            return env + self._optional(pointers)
         scale = self.scale if self.quantized is None else self.quantized.folded(self.scale)
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
         if self.quantized is not None:
             heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
             env += self.quantized.entries(kv_heads, heads // kv_heads, pointers)
-        return env + self._of_sinks(pointers)
+        return env + self._optional(pointers)
 
-    def _of_sinks(self, pointers: bool) -> tuple[Any, ...]:
-        if self.sinks is None:
-            return ()
-        return (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
+    def _optional(self, pointers: bool) -> tuple[Any, ...]:
+        """The entries of what most calls leave out."""
+        entries: tuple[Any, ...] = ()
+        if self.sinks is not None:
+            entries = (self.sinks.data_ptr() if pointers else self.sinks, *self.sinks.stride())
+        return entries if self.dropout is None else entries + self.dropout.entries(pointers)
 
     def gradient_environment(
         self,
@@ -102,14 +109,20 @@ class Inputs:
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         dlse: torch.Tensor | None = None,
         pointers: bool = True,
+        dsinks: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
         """The call environment of `bwd`, from what the forward call gave.
 
         Args:
             gradients: dout, and where dq, dk and dv go; see `arguments.flatten_gradients`.
+            dsinks: where the gradient of the sinks goes, if it is computed: (heads,), float32.
         """
-        forward = replace(self, sinks=None).environment(out, lse, pointers)
-        return (*forward, *flatten_gradients(*gradients, dlse, self.layout, pointers))
+        inputs = self if dsinks is not None else replace(self, sinks=None)
+        if self.packed is not None:
+            gradients = tuple(each[0] for each in gradients)  # type: ignore[assignment]  # of four
+        entries = flatten_gradients(*gradients, dlse, self.layout, pointers)
+        env = (*inputs.environment(out, lse, pointers), *entries)
+        return env if dsinks is None else (*env, dsinks.data_ptr() if pointers else dsinks)
 
 
 def make_inputs(
@@ -157,6 +170,7 @@ def make_inputs(
         quantized=quantized,
         packed=packed,  # type: ignore[arg-type]  # a pair
         sinks=_sinks(workload, device, seed),
+        dropout=Dropout(DROPPED, torch.tensor([seed], device=device)) if spec.dropout else None,
     )
 
 

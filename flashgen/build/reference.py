@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.build.dropout import Dropout
 from flashgen.build.precision import exact_product, without_autocast
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
+from flashgen.spec.learned import shares
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Bound
 from flashgen.spec.score_mods import ScoreMod
@@ -34,7 +36,12 @@ E4M3_LIFT = 2.0**6
 
 def _gather(table: Tensor, *indices: Tensor | int) -> Tensor:
     read = table[indices]
-    return read.float() if read.dtype in (torch.float16, torch.bfloat16) else read  # as kernels do
+    if read.dtype not in (torch.float16, torch.bfloat16):
+        return read
+    # In float32, as in kernels. Of what learns the whole first: its gradient is summed in what is read.
+    if table.requires_grad and torch.is_grad_enabled():
+        return table.float()[indices]
+    return read.float()
 
 
 def on_device(value: Tensor | float, device: torch.device | None) -> Tensor:
@@ -80,18 +87,34 @@ def evaluate_rule(bound: Bound, env: Mapping[str, Any]) -> Any:
     if any(tensor is None for tensor in bound.tensors):
         missing = ", ".join(operand.name for operand in bound.missing)
         raise InvalidArgument(f"{bound.describe()} has no tensor for {missing}; give it with bind()")
-    return _evaluated(bound, bound.rule.expr, env)
+    return evaluate_in(bound, bound.rule.expr, env)
 
 
 def evaluate_slope(bound: Bound, env: Mapping[str, Any]) -> Any:
     """The derivative of a score rule by the score, as `evaluate_rule` evaluates the rule."""
-    return _evaluated(bound, ex.derivative(bound.rule.expr), env)
+    return evaluate_in(bound, ex.derivative(bound.rule.expr), env)
 
 
-def _evaluated(bound: Bound, expr: ex.Expr, env: Mapping[str, Any]) -> Any:
+def evaluate_in(bound: Bound, expr: ex.Expr, env: Mapping[str, Any]) -> Any:
+    """Another expression with a rule's numbers and tensors, as `evaluate_rule` evaluates the rule."""
     names = [name for name, _ in bound.rule.params] + [operand.name for operand in bound.rule.operands]
     own = zip(names, (*bound.values, *bound.tensors), strict=True)
     return ex.evaluate(expr, {**env, **dict(own)}, TORCH_FUNCTIONS)
+
+
+def add_where_read(into: Tensor, bound: Bound, load: ex.Load, env: Mapping[str, Any], values: Tensor) -> None:
+    """Adds to each element of a tensor the values of all rows and keys for which a rule reads it.
+
+    Args:
+        into: of the shape of the operand that `load` reads.
+        env: the symbols; see `evaluate_rule`.
+        values: of the dtype of `into`, (batch, heads, rows, keys), or 1 along what was summed before.
+    """
+    read = [on_device(evaluate_in(bound, index, env), into.device) for index in load.indices]
+    # First over the axes along which all read one element, so that it is added to once.
+    extents = [(1, 1, 1, 1), *(index.shape for index in read)]
+    shape = torch.broadcast_shapes(*extents)  # type: ignore[no-untyped-call]
+    into.index_put_(tuple(index.expand(shape) for index in read), values.sum_to_size(shape), accumulate=True)
 
 
 def symbols(
@@ -150,6 +173,7 @@ def attention_reference(
     round_out_to: torch.dtype | None = None,
     lift: float = 1.0,
     sequence: int = 0,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact softmax attention, computed plainly, over as many query rows at a time as memory allows.
 
@@ -169,6 +193,7 @@ def attention_reference(
         round_out_to: what the output is rounded to, where that is another dtype.
         lift: weights are rounded at so many times their size; see `E4M3_LIFT`.
         sequence: what rules take the first one of the batch for.
+        dropout: which weights are left out of the output, though not of the normaliser and the LSE.
 
     Returns:
         The output (batch, heads, q_len, head_dim_v) and the natural logarithm of the sum of exponentials
@@ -189,6 +214,7 @@ def attention_reference(
             weights = weights[..., : problem.k_len]
             if round_p_to is not None:
                 weights = (weights * lift).to(round_p_to).to(dtype) / lift
+            weights = problem.dropped(weights, dropout, rows)
             output, lse = finished(maximum, normaliser, problem.weighted_values(weights, keys))
             outputs.append(output)
             lses.append(lse)
@@ -210,24 +236,29 @@ def gradients_reference(
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     round_to: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sequence: int = 0,
+    learned: Sequence[int] = (),
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, ...]:
     """Gradients of `attention_reference`, written out as kernels compute them.
 
     With p a weight, dp = dout . v its gradient and delta = sum(p * dp) - dlse over a row, the gradient of a
     score is p * (dp - delta), times the slope of the score rule (Dao et al. 2022, FlashAttention, appendix
-    B.2; the LSE's gradient by d lse / d score = p).
+    B.2; the LSE's gradient by d lse / d score = p). A dropped weight's own gradient dp is 0.
 
     Args:
-        q, k, v, mask, score_mod, scale, sinks, dtype: as for `attention_reference`.
+        q, k, v, mask, score_mod, scale, sinks, dtype, sequence, dropout: as for `attention_reference`.
         dout: the gradient of the output, of its shape.
         dlse: that of the LSE, (batch, heads, q_len).
         round_to: round where a kernel with inputs of this dtype rounds: the output, and weights and gradients
             of scores before they are multiplied, and the results.
+        learned: places of the score rule's tensors whose gradients are wanted too; floats.
 
     Returns:
-        dq, dk, dv in `dtype`. Rows that see no key have gradients of zero and give none.
+        dq, dk, dv in `dtype`, then those of the rule's tensors, not rounded. Rows that see no key have
+        gradients of zero and give none.
     """
-    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype)
+    problem = _Problem.of(q, k, v, mask, score_mod, scale, dtype, sequence)
     keys, heads = slice(0, problem.k_len), q.shape[1]
 
     def rounded(tensor: Tensor) -> Tensor:
@@ -237,10 +268,16 @@ def gradients_reference(
         return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
     def of_each_group(tensor: Tensor) -> Tensor:
-        return tensor.reshape(tensor.shape[0], k.shape[1], -1, *tensor.shape[2:]).sum(2)
+        return tensor.reshape(tensor.shape[0], k.shape[1], heads // k.shape[1], *tensor.shape[2:]).sum(2)
 
     every_q, every_k, every_v = problem.q.flatten(1, 2), of_each_head(problem.k), of_each_head(problem.v)
     dq, dk, dv = (torch.zeros_like(each) for each in (every_q, problem.k, problem.v))
+    of_rule: dict[str, Tensor] = {}
+    if learned and score_mod is not None:
+        of_rule = {
+            score_mod.rule.operands[place].name: torch.zeros_like(score_mod.tensors[place], dtype=dtype)
+            for place in learned
+        }
     with without_autocast(q.device.type):
         for rows in _chunks(problem):
             env, scaled = problem.symbols(rows, keys), problem.scaled(rows, keys)
@@ -249,20 +286,28 @@ def gradients_reference(
             none = seen == -math.inf
             weights = torch.exp(scores - seen.masked_fill(none, 0.0))
             given = dout[:, :, rows].to(dtype)
-            out = rounded(exact_product(rounded(weights), every_v))
+            brought = problem.dropped(rounded(weights), dropout, rows)
+            out = rounded(exact_product(brought, every_v))
             delta = (given * out).sum(-1, keepdim=True)
             if dlse is not None:
                 delta = delta - dlse[:, :, rows, None].to(dtype)
             delta = delta.masked_fill(none, 0.0)
-            of_scores = weights * (exact_product(given, every_v.transpose(2, 3)) - delta)
+            of_weights = problem.dropped(exact_product(given, every_v.transpose(2, 3)), dropout, rows)
+            of_scores = weights * (of_weights - delta)
             if score_mod is not None:
+                for share in shares(score_mod.rule, tuple(of_rule)):
+                    slope = on_device(
+                        evaluate_in(score_mod, share.slope, {**env, "score": scaled}), q.device
+                    ).to(dtype)
+                    values = (of_scores * slope).masked_fill(scores == -math.inf, 0.0)
+                    add_where_read(of_rule[share.operand], score_mod, share.load, env, values)
                 slope = on_device(evaluate_slope(score_mod, {**env, "score": scaled}), q.device).to(dtype)
                 of_scores = (of_scores * slope).masked_fill(scores == -math.inf, 0.0)
-            weights, of_scores = rounded(weights), rounded(of_scores)
+            of_scores = rounded(of_scores)
             dq[:, :, rows] = exact_product(of_scores, every_k) * problem.scale
             dk += of_each_group(exact_product(of_scores.transpose(2, 3), every_q[:, :, rows])) * problem.scale
-            dv += of_each_group(exact_product(weights.transpose(2, 3), given))
-    return rounded(dq), rounded(dk), rounded(dv)
+            dv += of_each_group(exact_product(brought.transpose(2, 3), given))
+    return rounded(dq), rounded(dk), rounded(dv), *of_rule.values()
 
 
 def packed_reference(
@@ -286,6 +331,38 @@ def packed_reference(
         outputs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     return torch.cat(outputs), torch.cat(lses, 1)
+
+
+def packed_gradients_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    cu_q: Sequence[int],
+    cu_k: Sequence[int],
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gradients_reference` of each of several packed sequences.
+
+    Args:
+        q, k, v, cu_q, cu_k: as for `packed_reference`.
+        dout: (q tokens, heads, head_dim_v).
+        dlse: (heads, q tokens).
+        options: further arguments of `gradients_reference`.
+
+    Returns:
+        dq, dk, dv of the shapes of q, k and v.
+    """
+    made = []
+    for sequence, (of_q, of_k) in enumerate(packed_slices(cu_q, cu_k)):
+        of_lse = None if dlse is None else dlse[None, :, of_q]
+        own_q, own_k, own_v, own_dout = (
+            each.transpose(0, 1)[None] for each in (q[of_q], k[of_k], v[of_k], dout[of_q])
+        )
+        made.append(gradients_reference(own_q, own_k, own_v, own_dout, of_lse, sequence=sequence, **options))
+    dq, dk, dv = (torch.cat(each, 2)[0].transpose(0, 1) for each in zip(*made, strict=True))
+    return dq, dk, dv
 
 
 def packed_slices(cu_q: Sequence[int], cu_k: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -370,6 +447,10 @@ class _Problem:
             device=self.q.device,
             sequence=self.sequence,
         )
+
+    def dropped(self, weights: Tensor, dropout: Dropout | None, rows: slice) -> Tensor:
+        """Weights of some rows and all keys, or gradients of these, after dropout if there is any."""
+        return weights if dropout is None else dropout.applied(weights, rows, self.sequence)
 
     def weighted_values(self, weights: Tensor, keys: slice) -> Tensor:
         """weights @ v with each head's own values; (batch, heads, rows, head_dim_v)."""

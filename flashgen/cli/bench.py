@@ -127,6 +127,11 @@ def bench(
     if merge and out is None:
         raise InvalidArgument("--merge keeps the rows of a file: name it with --out FILE")
     workloads = selection.workloads()
+    if any(each.spec.dropout for each in workloads):
+        raise InvalidArgument(
+            "--dropout: each call draws anew what it drops, so no result can be compared with another's; "
+            "leave it out, or measure our kernels alone with flashgen tune --dropout"
+        )
     if out and (why := unwritable(Path(out).absolute().parent)):  # before minutes of measuring
         raise InvalidArgument(f"--out {out}: {why}; give another file")
     try:
@@ -421,23 +426,12 @@ def _our_backward(inputs: Inputs, dout: Tensor) -> tuple[Callable[[], Any], str]
     """The backward pass of a user's call, and the family of its kernels; `torch` where none serves."""
     import torch
 
-    from flashgen import api
     from flashgen.measure.peers import backward_of, needing
 
     inputs = needing(inputs)
-    options: dict[str, Any] = {
-        "mask": inputs.mask,
-        "score_mod": inputs.score_mod,
-        "sinks": inputs.sinks,
-        "scale": inputs.scale,
-        "layout": inputs.layout,
-    }
     with torch.enable_grad():
-        told = api.explain(inputs.q, inputs.k, inputs.v, **options)
-    launch = backward_of(
-        lambda: inputs.bhsd(api.attention(inputs.q, inputs.k, inputs.v, **options)), inputs, dout
-    )
-    return launch, told.gradients or "torch"
+        forward, told = _our_call(inputs)
+    return backward_of(forward, inputs, dout), told.gradients or "torch"
 
 
 def _widened(inputs: Inputs) -> Inputs:
@@ -470,6 +464,13 @@ def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str, Visits | Non
     """FlashGen as a user calls it, the family of the kernel that answers, `torch` where none does, and the
     tiles that it visits.
     """
+    launch, told = _our_call(inputs)
+    visits = _visits(workload, told) if inputs.packed is None else None
+    return launch, told.family, visits
+
+
+def _our_call(inputs: Inputs) -> tuple[Launch, Explanation]:
+    """The call that a user makes, and what it runs."""
     from flashgen import api
     from flashgen.measure.peers import Packed
 
@@ -484,14 +485,14 @@ def _ours(workload: Workload, inputs: Inputs) -> tuple[Launch, str, Visits | Non
         q, k, v = q[0], k[0], v[0]
         places = Packed.of(inputs.packed).arguments()
         told = api.explain(q, k, v, **places, **rules)
-        return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), told.family, None
+        return lambda: inputs.bhsd(api.attention_varlen(q, k, v, **places, **rules)[None]), told
     options: dict[str, Any] = {
         **rules,
         "layout": inputs.layout,
         **({} if inputs.quantized is None else inputs.quantized.arguments()),
     }
     told = api.explain(q, k, v, **options)
-    return lambda: inputs.bhsd(api.attention(q, k, v, **options)), told.family, _visits(workload, told)
+    return lambda: inputs.bhsd(api.attention(q, k, v, **options)), told
 
 
 def _visits(workload: Workload, told: Explanation) -> Visits | None:

@@ -64,6 +64,8 @@ class Selection:
     documents: int | None = None
     score: str | None = None
     sinks: str | None = None
+    dropout: bool | None = None
+    """Whether weights are dropped; None is no."""
     dtype: str | None = None
     backward: bool | None = None
     """Whether gradients are meant; None is no."""
@@ -140,6 +142,7 @@ class Selection:
                 mask=self.mask or "full",
                 score_mod=self.score,
                 sinks=self.sinks or "",
+                dropout=bool(self.dropout),
                 dtype=self.dtype or "bf16",
                 batch=self._batch(max(length, self.k_len or 1, 1), length),
                 head_dim_v=self.head_dim_v,
@@ -148,10 +151,6 @@ class Selection:
 
     def _meant(self, forward: Iterable[Workload]) -> tuple[Workload, ...]:
         """The workloads themselves, or their gradients; each once."""
-        if self.backward and self.varlen is not None:
-            raise InvalidArgument(
-                "--backward --varlen: gradients of packed sequences have no kernel yet; leave out one of them"
-            )
         meant = (replace(each, spec=each.spec.backward()) if self.backward else each for each in forward)
         return tuple(dict.fromkeys(meant))
 
@@ -218,6 +217,12 @@ _WORKLOAD_OPTIONS = (
         flag_value=SINK_DTYPES[0],
         help="A logit for each query head, one more score of its rows without a value; its dtype, "
         f"{SINK_DTYPES[0]} where none is named.  [default: none]",
+    ),
+    click.option(
+        "--dropout",
+        is_flag=True,
+        default=None,
+        help="Weights are dropped at random; no kernel depends on how many.",
     ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the inputs.  [default: bf16]"),
     click.option(

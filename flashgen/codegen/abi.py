@@ -13,6 +13,7 @@ from typing import Any
 
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import DESCALES, AttentionSpec, CallFacts
+from flashgen.spec.learned import Share, shares
 
 TENSORS = ("q", "k", "v", "out")
 GRADIENTS = ("dout", "dq", "dk", "dv")
@@ -29,7 +30,11 @@ GRID_RULES = {
     "row_tiles_of_a_sequence": ("batch", "heads", "q_len"),
     "persistent": ("batch", "heads", "q_len"),
     "key_tiles": ("batch", "kv_heads", "k_len"),
+    "key_tiles_of_heads": ("batch", "heads", "k_len"),
+    "key_tiles_of_a_sequence": ("batch", "heads", "k_len"),
+    "heads": ("batch", "heads", "q_len"),
     "packed_row_tiles": ("sequences", "heads", "q_len"),
+    "packed_key_tiles": ("sequences", "kv_heads", "k_len"),
     "packed_persistent": ("sequences", "heads", "q_len"),
 }
 """Which sizes a grid's tiles cover: sequences, heads, and rows of each."""
@@ -38,6 +43,10 @@ PACKED = ("cu_q", "cu_k", "sequences")
 """What a call of packed sequences adds to the environment: where each begins among the queries and among the
 keys (int32, one more than there are), and how many there are. To the rest of it the call is a single
 sequence, of all tokens."""
+
+DROPOUT = ("dropout.seed", "dropout.threshold", "dropout.factor")
+"""What a call whose weights are dropped at random adds: an int64 on the GPU, the least int32 that is drawn
+for a weight that is kept, and what kept weights are multiplied by."""
 
 WORKSPACE = "workspace"
 """Beside the environment: zeroed int32 of the launch's device and stream, which a kernel leaves zeroed."""
@@ -49,17 +58,20 @@ ELEMENT_BYTES = {"i32": 4, "fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 _POINTER, _DESCRIPTOR = r"\*[a-z]+\w+", r"tensordesc<[a-z]+\w+\[1,\d+,\d+,\d+\]>"
 _PASSED_AS = {
     "|".join((*TENSORS, *GRADIENTS)): f"{_POINTER}|{_DESCRIPTOR}",
-    r"lse|dlse|sinks|operand\.\w+|descale\.\w+": _POINTER,
+    r"lse|dlse|d?sinks|operand\.\w+|descale\.\w+": _POINTER,
+    r"gradient\.\w+": _POINTER,
     r"scratch\.\w+": f"{_POINTER}|{_DESCRIPTOR}",
     r"scratch\.\w+\.extent\.\w+": "i32",
     "|".join((*SIZES, "sequences")): "i32",
     "cu_q|cu_k": r"\*i32",
-    "scale|v_factor": "fp32",
+    r"scale|v_factor|dropout\.factor": "fp32",
+    r"dropout\.seed": r"\*i64",
+    r"dropout\.threshold": "i32",
     r"param\.\w+": "i32|fp32",
     WORKSPACE: r"\*i32",
 }
 _STRIDE = r"[\w.]+\.stride\.\w+"
-ALLOCATED = ("out", "lse", "dq", "dk", "dv", WORKSPACE)
+ALLOCATED = ("out", "lse", "dq", "dk", "dv", "dsinks", WORKSPACE)
 """By FlashGen: aligned whatever the call is."""
 _RANGES = {
     "grid.block_m": (1, 1024),
@@ -150,6 +162,13 @@ class Scratch:
         return cls(data["name"], data["dtype"], (batch, head, row, dim))
 
 
+def share_names(share: Share) -> tuple[str, ...]:
+    """The environment's entries of what the reads of an operand have of its gradient."""
+    name = f"gradient.{share.name}"
+    axes = range(len(share.load.indices)) if share.side == "pair" else ()
+    return (name, *(f"{name}.stride.{axis}" for axis in axes))
+
+
 def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) -> tuple[str, ...]:
     """Names of the call environment's entries, in order.
 
@@ -158,9 +177,12 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
     pointer (`operand.key_lengths`) and a stride per index (`operand.key_lengths.stride.0`). For 8-bit
     inputs follow a factor on v (those on q and k are in the scale), then for each of q, k and v the
     pointer to its factors, null for none, and their strides (`descale.q.stride.kv_head`). For packed
-    sequences follow those of `PACKED`; where there are sinks, their pointer and stride; for `bwd` the
-    pointers of `GRADIENTS` and `dlse`, then four strides of each of the former. A launch of several kernels
-    adds the entries of each buffer that they share (`Scratch.names`).
+    sequences follow those of `PACKED`; where there are sinks, their pointer and stride; for dropout those of
+    `DROPOUT`; for `bwd` the pointers of `GRADIENTS` and `dlse`, then four strides of each of the former, that
+    of the sinks' gradient (`dsinks`, float32, one for each head) where it is computed, and for each share of
+    what a score rule learns (`learned.shares`) the pointer of what is added up (`gradient.bias`), of an
+    operand's whole gradient with a stride per index. A launch of several kernels adds the entries of each
+    buffer that they share (`Scratch.names`).
     """
     names = [*TENSORS, "lse"]
     names += [f"{tensor}.stride.{axis}" for tensor in TENSORS for axis in AXES]
@@ -179,9 +201,16 @@ def environment_names(spec: AttentionSpec, scratch: tuple[Scratch, ...] = ()) ->
         names += PACKED
     if spec.sinks:
         names += ["sinks", "sinks.stride.head"]
+    if spec.dropout:
+        names += DROPOUT
     if spec.op == "bwd":
         names += [*GRADIENTS, "dlse"]
         names += [f"{tensor}.stride.{axis}" for tensor in GRADIENTS for axis in AXES]
+        names += ["dsinks"] if spec.sinks else []
+        # An operand's gradient is one tensor, however many reads add to it.
+        names += dict.fromkeys(
+            name for share in shares(spec.score_mod, spec.learned) for name in share_names(share)
+        )
     return (*names, *(name for buffer in scratch for name in buffer.names))
 
 
@@ -248,13 +277,22 @@ def sink_arguments(dtype: str) -> tuple[tuple[Arg, ...], ...]:
     return ((Arg("SINKS", "sinks", f"*{dtype}"), Arg("stride_sink", "sinks.stride.head", "i32")),)
 
 
+def dropout_arguments(spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
+    """What a kernel takes that drops weights at random; a line of the signature, or none."""
+    if not spec.dropout:
+        return ()
+    types = {"SEED": "*i64", "threshold": "i32", "keep_factor": "fp32"}
+    return (tuple(Arg(name, each, types[name]) for name, each in zip(types, DROPOUT, strict=True)),)
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Launch grid: `row_tiles` is ceil(q_len / block_m) x (heads / pack) x batch programs, all on x.
 
     x holds 2^31 - 1 blocks where y and z hold 65,535, so batch x heads has no limit of its own. `persistent`
     is as many at most as the GPU has multiprocessors; `row_tiles_of_a_sequence` is the same for all heads
-    together; `key_tiles` counts key heads and keys instead.
+    together; `key_tiles` counts key heads and keys instead, `key_tiles_of_heads` heads and keys; `heads` is a
+    program for each head, whatever it covers of the rest.
 
     Of packed sequences the host knows no single length. Sequence s, which begins at row c(s), has the tiles
     from c(s) // block_m + s on: as many as it needs or one more, whatever the lengths are, since c(s+1) //
@@ -275,7 +313,9 @@ class Grid:
 
     def blocks(self, batch: int, heads: int, rows: int, multiprocessors: int) -> int:
         """Number of programs on x; heads and rows are the sizes that the rule covers."""
-        each = 1 if self.rule == "row_tiles_of_a_sequence" else heads // self.pack
+        if self.rule == "heads":
+            return heads
+        each = 1 if self.rule.endswith("_of_a_sequence") else heads // self.pack
         if self.rule.startswith("packed"):
             of_a_head = rows // self.block_m + batch
         else:
@@ -321,7 +361,7 @@ class Abi:
         if not re.fullmatch(types, arg.type):
             raise InvalidArgument(f"{arg.name}: type={arg.type!r} cannot take {arg.source}; allowed: {types}")
         _check_range("divisor", arg.divisor)
-        allocated = arg.source in ALLOCATED or arg.source.startswith("scratch.")
+        allocated = arg.source in ALLOCATED or arg.source.startswith(("scratch.", "gradient."))
         if arg.divisor > 1 and self.facts.access != "aligned" and not allocated:
             raise InvalidArgument(f"{arg.name}: divisor={arg.divisor} needs aligned calls")
         unit = arg.source.endswith(".stride.dim") and self.facts.access != "strided"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
+from flashgen.codegen.abi import (
+    Arg,
+    Extent,
+    Grid,
+    Part,
+    Scratch,
+    dropout_arguments,
+    sink_arguments,
+    tensor_arguments,
+)
 from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec.attention import AttentionSpec
@@ -14,6 +23,9 @@ from flashgen.spec.target import KIB, Target
 
 ROWS_AT_ONCE = 32
 """Of a program that prepares rows: at head_dim 128 each of its threads reads 4 x 16 bytes of both tensors."""
+
+ROWS_OF_A_SINK = 4096
+"""Of each step of the program that has a head's sink: each of its threads reads 16 of both buffers."""
 
 _OF_ROWS = ("row_lse", "delta")
 _ROW_BUFFERS = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _OF_ROWS)
@@ -42,6 +54,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
     held, walked = (count * dims * spec.itemsize for count in (tile, block))
     layouts = (4 if 100 <= target.arch < 120 else 2) * tile * block * spec.itemsize
     layouts += tile * max(*spec.qk_chunks, *spec.v_chunks) * spec.itemsize  # a gradient on its way out
+    layouts += 4 * tile * block if spec.learned else 0  # a block that is turned to be summed along diagonals
     return Shared((stages - 1) * walked, held + stages * walked + layouts + KIB)
 
 
@@ -51,8 +64,8 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     Before Hopper, and on consumer GPUs since, also the tile's own tensors, as left operands of products: 16
     positions of a warp, and again for warps that share them.
     """
-    if spec.packed:
-        return "computes gradients of dense calls, and these sequences are packed"
+    if spec.packed and spec.learned:
+        return "sums what a score rule learns in dense calls alone, and these sequences are packed"
     tile, block, warps = (config.number(n) for n in ("block_m", "block_n", "num_warps"))
     if 100 <= target.arch < 120 or spec.dtype == "fp32":
         return ""  # sums are not in registers there; nothing is known of how FMA units are fed
@@ -82,13 +95,16 @@ _DEFAULT_TILES_FP32 = ((256, 32, 32, 8, 1), (256, 16, 16, 4, 1))
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     fp32 = spec.dtype_label == "fp32"
     head_dim = max(spec.head_dim, spec.head_dim_v)
-    # A score rule and the numbers of a window take registers too, and so do several chunks.
+    # A score rule, the numbers of a window and random ones take registers too, and so do several chunks, and
+    # where a sequence begins and ends. What a rule learns spills in the loops of 4 warps even at head_dim 64:
+    # of a relative table 13 registers, and with 8 warps none.
     simple = spec.score_mod is None and not spec.mask.params and len(spec.qk_chunks) == 1
+    simple &= not spec.packed and not spec.dropout
     return tuple(
         (*tile, loads, "heads")
         for limit, *tile in (_DEFAULT_TILES_FP32 if fp32 else _DEFAULT_TILES)
         for loads in (("pointer",) if fp32 else ("tma", "pointer"))
-        if head_dim <= limit and (fp32 or head_dim <= 64 or simple or tile[2] > 4)
+        if head_dim <= limit and (fp32 or simple or tile[2] > 4 or (head_dim <= 64 and not spec.learned))
     )
 
 
@@ -102,30 +118,45 @@ def _inputs(config: Config, spec: AttentionSpec, of_rows: int, of_keys: int) -> 
     if config["loads"] == "tma":
         tensors = [described(spec, each, spec.dtype, f"1,{count}") for each, count in copied.items()]
     else:
-        tensors = [tensor_arguments(each, spec.dtype) for each in copied]
+        tensors = [tensor_arguments(each, spec.dtype, spec.packed) for each in copied]
     return [*tensors, _ROW_BUFFERS]
 
 
-def _rest(spec: AttentionSpec) -> list[tuple[Arg, ...]]:
-    """Sizes, scale, and what the rules take."""
-    from flashgen.codegen.expressions import rule_arguments  # see `family.listed`
+def _rest(config: Config, spec: AttentionSpec, axis: str) -> list[tuple[Arg, ...]]:
+    """Where packed sequences begin, sizes, scale, what dropout takes, lists of what is walked along an axis,
+    what rules take, and where what they learn is summed."""
+    from flashgen.codegen import lists  # see `family.listed`
+    from flashgen.codegen.expressions import SUMMED_BY, learned_arguments, rule_arguments
 
-    sizes = [Arg(name, name, "i32") for name in ("heads", "heads_per_kv", "q_len", "k_len")]
+    sizes = [Arg(name, name, "i32") for name in ("heads", "heads_per_kv")]
+    if spec.packed:
+        sizes = [Arg("sequences", "sequences", "i32"), *sizes, Arg("q_tokens", "q_len", "i32")]
+        sizes += [Arg("k_tokens", "k_len", "i32")] if axis == "q" and config["order"] == "heads" else []
+    else:
+        sizes += [Arg(name, name, "i32") for name in ("q_len", "k_len")]
     rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
     return [
+        *([(Arg("CU_Q", "cu_q", "*i32"), Arg("CU_K", "cu_k", "*i32"))] if spec.packed else []),
         (*sizes, Arg("scale", "scale", "fp32")),
+        *dropout_arguments(spec),
+        *([listed] if (listed := lists.arguments(spec, axis)) else []),
         *(group for rule in rules for group in rule_arguments(rule)),
+        *learned_arguments(spec, SUMMED_BY[axis]),
     ]
 
 
 def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
     """Of the kernel of q's gradient."""
     tile, block = config.number("block_m"), config.number("block_n")
-    return (*_inputs(config, spec, tile, block), tensor_arguments("DQ", spec.dtype), *_rest(spec))
+    dq = tensor_arguments("DQ", spec.dtype, spec.packed)
+    return (*_inputs(config, spec, tile, block), dq, *_rest(config, spec, "k"))
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
-    """What is prepared of the rows, then the gradients of k and v; the main kernel computes that of q."""
+    """What is prepared of the rows, then the gradients of k and v, and of sinks; the main kernel computes
+    that of q."""
+    from flashgen.codegen import lists
+
     tiling = _tiling(config)
     lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
     prepare = (
@@ -137,16 +168,25 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     )
     of_keys = (
         *_inputs(config, spec, tiling.block_n, tiling.block_m),
-        *(tensor_arguments(each, spec.dtype) for each in ("DK", "DV")),
-        *_rest(spec),
+        *(tensor_arguments(each, spec.dtype, spec.packed) for each in ("DK", "DV")),
+        *_rest(config, spec, "q"),
+    )
+    of_sinks = (
+        _ROW_BUFFERS,
+        *sink_arguments(spec.sinks),
+        (Arg("DSINKS", "dsinks", "*fp32"),),
+        (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
     )
     return (
         Part("prepare_rows", True, prepare, Grid("row_tiles", ROWS_AT_ONCE)),
+        *([Part("gradients_of_sinks", True, of_sinks, Grid("heads", 1), num_warps=8)] if spec.sinks else []),
+        *lists.parts(spec, tiling, "k"),
+        *lists.parts(spec, tiling, "q"),
         Part(
             "gradients_of_keys",
             True,
             of_keys,
-            Grid("key_tiles", tiling.block_m),
+            Grid("packed_key_tiles" if spec.packed else "key_tiles", tiling.block_m),
             tiling.num_warps,
             tiling.num_stages,
         ),
@@ -154,18 +194,24 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
-    """(batch, head, row, 1), float32."""
-    return tuple(
-        Scratch(name, "fp32", (Extent("batch"), Extent("heads"), Extent("q_len"), Extent()))
-        for name in _OF_ROWS
+    """What is prepared of rows, (batch, head, row, 1) in float32, and the lists of a mask that needs them."""
+    from flashgen.codegen import lists
+
+    of_rows = (Extent("batch"), Extent("heads"), Extent("q_len"), Extent())
+    tiling = _tiling(config)
+    return (
+        *(Scratch(name, "fp32", of_rows) for name in _OF_ROWS),
+        *lists.scratch(spec, tiling, "k"),
+        *lists.scratch(spec, tiling, "q"),
     )
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    from flashgen.codegen import lists
     from flashgen.codegen.expressions import render_mask, render_score
 
     return {
-        "mask_by_keys": render_mask(spec.mask, may_list=False, along="q", apart=True),
+        "mask_by_keys": render_mask(spec.mask, may_list=lists.used(spec, "q"), along="q", apart=True),
         "score_by_keys": render_score(spec, along="q"),
         "out_read_chunks": [
             replace(each, name=f"out{each.suffix}") for each in chunks(spec, "OUT")
@@ -175,6 +221,7 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
         "dk_chunks": chunks(spec, "DK"),
         "dv_chunks": chunks(spec, "DV"),
         "rows_at_once": ROWS_AT_ONCE,
+        "rows_of_a_sink": ROWS_OF_A_SINK,
     }
 
 

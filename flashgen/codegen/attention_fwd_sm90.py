@@ -244,6 +244,7 @@ ATTENTION_FWD_SM90 = Family(
     ),
     archs=(90, 90),
     dtypes=("fp16", "bf16", "e4m3"),
+    dropout=False,
     tiling=_tiling,
     limits=_limits,
     shared_bytes=_shared_bytes,

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen import arithmetic, conjuncts
-from flashgen.codegen.abi import Arg
+from flashgen.codegen.abi import Arg, share_names
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
 from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.learned import Share, shares
 from flashgen.spec.rule import Rule
 from flashgen.spec.spans import side_of
 
@@ -43,7 +44,9 @@ _ROUNDS_DOWN = ("//", "%")
 """Operators that Triton rounds towards zero, which is the same where nothing is negative."""
 _NOT_NEGATIVE = frozenset(ex.SYMBOLS) - {"q_pos", "score"} | {"q_first", "q_last", "k_first", "k_last"}
 
-_PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score", "k_first", "k_last"}
+_PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score"}
+_PER_BLOCK = {"q": {"k_first", "k_last"}, "k": {"q_first", "q_last"}}
+"""Of what a tile of queries, or one of keys, walks."""
 _PARAM_TYPES = {"i32": "i32", "f32": "fp32"}
 _OPERAND_TYPES = {
     "i1": "*i1",
@@ -67,9 +70,13 @@ def _literal(value: int | float | bool) -> str:
     return 'float("inf")' if value == math.inf else repr(value)
 
 
-def is_uniform(expr: ex.Expr) -> bool:
-    """Whether an expression has one value for a whole tile, and for all tiles of its rows."""
-    return not ex.free_symbols(expr) & _PER_ELEMENT
+def is_uniform(expr: ex.Expr, tile: str = "q") -> bool:
+    """Whether an expression has one value for a whole tile, and for all that it walks.
+
+    Args:
+        tile: what there is a tile of: `q`, or `k` where a tile of keys walks queries.
+    """
+    return not ex.free_symbols(expr) & (_PER_ELEMENT | _PER_BLOCK[tile])
 
 
 def _not_negative(expr: ex.Expr) -> bool:
@@ -113,6 +120,36 @@ def rule_arguments(rule: Rule) -> tuple[tuple[Arg, ...], ...]:
     return tuple(groups)
 
 
+def learned_arguments(spec: AttentionSpec, sides: tuple[str, ...]) -> tuple[tuple[Arg, ...], ...]:
+    """A kernel's arguments for what the score rule learns, a line of the signature for each tensor.
+
+    Args:
+        sides: which of `Share.side` a kernel sums.
+    """
+    groups: dict[str, tuple[Arg, ...]] = {}
+    for share in _shares_of(spec, sides):
+        pointer, (source, *strides) = _gradient_name(share), share_names(share)
+        read = [other.load.indices for other in _shares_of(spec, sides) if other.name == share.name]
+        groups[source] = (
+            Arg(pointer, source, "*fp32"),
+            *(
+                Arg(f"{pointer}__stride_{axis}", stride, "i32")
+                for axis, stride in enumerate(strides)
+                if any(indices[axis] != ex.ZERO for indices in read)
+            ),
+        )
+    return tuple(groups.values())
+
+
+def _shares_of(spec: AttentionSpec, sides: tuple[str, ...]) -> tuple[Share, ...]:
+    return tuple(share for share in shares(spec.score_mod, spec.learned) if share.side in sides)
+
+
+def _gradient_name(share: Share) -> str:
+    """`d_score_bias`: no name of a template, nor of what a rule declares, begins so."""
+    return f"d_{argument_name('score', share.name)}"
+
+
 def _address(pointer: str, indices: tuple[str, ...]) -> str:
     """Address of one element (or a tile of them); the index is widened, since operands may be large.
 
@@ -141,12 +178,14 @@ class Printer:
     """Whether rows and keys may lie past the ends of their sequences, where nothing must be read."""
     early: tuple[str, ...] = ("q",)
     """Sides of a tile, `q`, `k` or `pair`, whose reads are made by lines of their own (`side_lines`)."""
+    tile: str = "q"
+    """What there is a tile of, whose ends are called `first` and `last`; as for `is_uniform`."""
 
     @property
     def uniform(self) -> tuple[ex.Load, ...]:
         """Reads that a whole tile shares; they are made once, before the loops."""
         found = (load for e in self.exprs for load in ex.loads(e))
-        return tuple(dict.fromkeys(load for load in found if all(map(is_uniform, load.indices))))
+        return tuple(dict.fromkeys(load for load in found if self._is_shared(load)))
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -159,7 +198,7 @@ class Printer:
     def __call__(self, expr: ex.Expr) -> str:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
-        names |= {"q_first": "first", "q_last": "last", **arithmetic.FLOATS}
+        names |= {f"{self.tile}_{end}": end for end in ("first", "last")} | arithmetic.FLOATS
         style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
         return ex.to_text(expr, style)
 
@@ -190,14 +229,21 @@ class Printer:
         rest = list(self.exprs)
         while rest:
             expr = rest.pop(0)
-            if isinstance(expr, ex.Load) and _side(expr) == side:
+            if isinstance(expr, ex.Load) and self._side(expr) == side:
                 found[expr] = None
             else:
                 rest = [*ex.children(expr), *rest]
         return tuple(found)
 
+    def _side(self, load: ex.Load) -> str:
+        """`q`, `k`, `pair` for what both sides read together, or empty for what a whole tile shares."""
+        return side_of(load) or ("" if self._is_shared(load) else "pair")
+
+    def _is_shared(self, load: ex.Load) -> bool:
+        return all(is_uniform(index, self.tile) for index in load.indices)
+
     def _side_name(self, load: ex.Load) -> str:
-        side = _side(load)
+        side = self._side(load)
         same = [each for each in self._along(side) if each.operand == load.operand]
         return f"{self._pointer(load)}__{side}{f'_{same.index(load)}' if len(same) > 1 else ''}"
 
@@ -213,9 +259,9 @@ class Printer:
         )
 
     def _load(self, load: ex.Load, indices: tuple[str, ...]) -> str:
-        if all(map(is_uniform, load.indices)):
+        if self._is_shared(load):
             return self._uniform_name(load)
-        if (side := _side(load)) in self.early and load in self._along(side):
+        if (side := self._side(load)) in self.early and load in self._along(side):
             return self._side_name(load)
         return self._element(load, indices)
 
@@ -223,7 +269,8 @@ class Printer:
         """One element for each row, each key or each pair."""
         pointer, indices = self._pointer(load), indices or tuple(map(self, load.indices))
         address = _address(pointer, indices)
-        if self.checked and load.indices.count(conjuncts.K_IDX) == 1 and _side(load) == "k":
+        apart = "k" in self.early and side_of(load) == "k"
+        if self.checked and apart and load.indices.count(conjuncts.K_IDX) == 1:
             # From the block's first key on: then only a constant of the column is not shared.
             axis = load.indices.index(conjuncts.K_IDX)
             address = _address(pointer, tuple("0" if i == axis else at for i, at in enumerate(indices)))
@@ -235,15 +282,14 @@ class Printer:
         sides = frozenset(s[0] for s in symbols & {"q_idx", "q_pos", "k_idx"})
         return f"tl.load({address}, mask={_IN_BOUNDS[sides]}, other=0){self._widened(load)}"
 
+    def gradient_address(self, share: Share) -> str:
+        """Of the elements of an operand's gradient that a read has a share in."""
+        return _address(_gradient_name(share), tuple(map(self, share.load.indices)))
+
     def _widened(self, load: ex.Load) -> str:
         """Rules compute in float32: no 16-bit product is rounded, and the interpreter knows none of bf16."""
         dtype = next(operand.dtype for operand in self.rule.operands if operand.name == load.operand)
         return ".to(tl.float32)" if dtype in ("fp16", "bf16") else ""
-
-
-def _side(load: ex.Load) -> str:
-    """`q`, `k`, `pair` for what both sides read together, or empty for what a whole tile shares."""
-    return side_of(load) or ("" if all(map(is_uniform, load.indices)) else "pair")
 
 
 def _terms(rule: Rule) -> dict[ex.Expr, ex.Symbol]:
@@ -320,7 +366,7 @@ class RenderedGather:
 
 @dataclass(frozen=True, slots=True)
 class RenderedLists:
-    """How blocks of keys are classified, as the templates use it; see `tiles.Lists`."""
+    """How the blocks that a tile walks are classified, as the templates use it; see `tiles.Lists`."""
 
     within: RenderedRange
     some: tuple[str, ...]
@@ -392,11 +438,38 @@ class RenderedScore:
     slope: str = ""
     """Its derivative by the score; empty where that is 1, or not wanted."""
     shared: tuple[str, ...] = ()
-    """Lines for what rule and derivative share."""
+    """Lines for what rule and derivatives share."""
     factors: tuple[str, ...] = ()
     """Lines for what a whole tile is multiplied by, behind the uniform loads; they may take `scale`."""
     in_log2: bool = False
     """Whether `text` takes dot products and gives log2 units; otherwise it takes and gives natural units."""
+    learned: tuple[RenderedShare, ...] = ()
+    """Of the operands whose gradients this tile sums: a tile of rows all that is not one of keys alone."""
+
+    @property
+    def by_diagonals(self) -> tuple[RenderedShare, ...]:
+        """What is summed along the diagonals of blocks."""
+        return tuple(share for share in self.learned if share.side == "diagonal")
+
+    @property
+    def by_tile(self) -> tuple[RenderedShare, ...]:
+        """What a tile sums over all that it walks."""
+        return tuple(share for share in self.learned if share.side in ("q", "k"))
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedShare:
+    """What a read of an operand has of its gradient, as the templates use it; see `learned.Share`."""
+
+    pointer: str
+    side: str
+    """As `Share.side`."""
+    address: str
+    """Where pairs add; empty of sums."""
+    slope: str
+    """Of the rule by the read; empty where that is 1."""
+    added: bool
+    """Whether elements are shared, so that pairs have to add and not to store."""
 
 
 _OTHER = {"k": "q", "q": "k"}
@@ -406,10 +479,10 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
     """Element mask of a rule, and its key ranges or, where it may have them and needs them, its lists.
 
     Args:
-        along: what a tile walks: `k`, or `q` for ranges of queries.
+        along: what a tile walks: `k`, or `q` for ranges or lists of queries.
         apart: whether what is read of each block has lines of its own even where nothing is listed.
     """
-    lists = tiles.lists(rule) if may_list else None
+    lists = tiles.lists(rule, along) if may_list else None
     found = tiles.ranges(rule, along) if lists is None else ()
     bounds = [bound for each in found for bound in _bounds(each)]
     across = _OTHER[along]
@@ -510,7 +583,7 @@ def _render_lists(rule: Rule, lists: tiles.Lists) -> RenderedLists:
     """The classification of a mask's tiles, over rows and keys that all exist."""
     bounds, loads = _bounds(lists.within), [gather.load for gather in lists.gathers]
     exprs = (lists.some, lists.every, *bounds, *loads)
-    text = Printer(rule, exprs, checked=False, early=("pair",))
+    text = Printer(rule, exprs, checked=False, early=("pair",), tile=lists.across)
     return RenderedLists(
         within=_rendered_range(text, lists.within, ""),
         some=_lines(text(lists.some)),
@@ -534,6 +607,10 @@ def _is_of_pairs(expr: ex.Expr) -> bool:
     return "score" in symbols or ("k_idx" in symbols and not symbols.isdisjoint(("q_idx", "q_pos")))
 
 
+SUMMED_BY = {"k": ("q", "diagonal", "pair"), "q": ("k",)}
+"""Which of `Share.side` a tile sums that walks keys, and one that walks rows."""
+
+
 def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
     """The score rule of a spec, or how the scale is applied without one; for `bwd` with its derivative.
 
@@ -543,14 +620,21 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
     rule = spec.score_mod
     if rule is None:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
-    exprs = (rule.expr,) if spec.op == "fwd" else (rule.expr, ex.derivative(rule.expr))
+    learned = _shares_of(spec, SUMMED_BY[along])
+    exprs: tuple[ex.Expr, ...] = (rule.expr,) if spec.op == "fwd" else (rule.expr, ex.derivative(rule.expr))
+    slope_at = len(exprs) - 1
+    exprs += tuple(share.slope for share in learned)
+    exprs += tuple(share.load for share in learned if share.side == "pair")  # whose address is evaluated
     text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
     factors = arithmetic.Factors()
     in_log2 = spec.op == "fwd" and arithmetic.scores_in(rule.expr) == 1
     faster = factors.log2 if in_log2 else factors.natural
     fast = tuple(faster(arithmetic.floats_early(each, rule.types)) for each in exprs)
     names = _shared(fast)
-    slope = "" if exprs[-1] == ex.ONE else text(ex.substitute(fast[-1], names))
+    slopes = [
+        "" if exprs[i] == ex.ONE else text(ex.substitute(fast[i], names))
+        for i in range(slope_at, slope_at + 1 + len(learned))
+    ]
     changed = text(ex.substitute(fast[0], names))
     return RenderedScore(
         text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
@@ -561,10 +645,20 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
         helpers=_helpers(*exprs),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
-        slope=slope if spec.op == "bwd" else "",
+        slope=slopes[0] if spec.op == "bwd" else "",
         shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
         factors=tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items()),
         in_log2=in_log2,
+        learned=tuple(
+            RenderedShare(
+                pointer=_gradient_name(share),
+                side=share.side,
+                address=text.gradient_address(share) if share.side == "pair" else "",
+                slope=slope,
+                added=bool(share.shared_by),
+            )
+            for share, slope in zip(learned, slopes[1:], strict=True)
+        ),
     )
 
 

@@ -28,14 +28,15 @@ MOST_IDLE = 4
 there on the default, untuned, beats what was tuned for other sizes, by twice or more."""
 
 
-def listed(mask: Rule) -> bool:
-    """Whether a mask's tiles are listed, since no ranges express them.
+def listed(mask: Rule, axis: str = "k") -> bool:
+    """Whether the blocks of keys (with axis `q`, of queries) that a mask's tiles visit are listed, since no
+    ranges express them.
 
     What knows is imported when asked: a process's first decision, mostly of other masks, is 15 ms sooner.
     """
     from flashgen.spec import tiles
 
-    return tiles.lists(mask) is not None
+    return tiles.lists(mask, axis) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class Family:
     """Shared memory a block of the compiled kernel needs."""
     defaults: Callable[[AttentionSpec], tuple[tuple[Value, ...], ...]]
     """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
+    dropout: bool = True
+    """Whether its kernels can drop weights at random."""
     language: str = "triton"
     """Or `gluon`."""
     options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
@@ -200,6 +203,8 @@ class Family:
             return f"{self.name} computes {self.op}, not {spec.op}"
         if spec.dtype not in self.dtypes:
             return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
+        if spec.dropout and not self.dropout:
+            return f"{self.name} draws no random numbers, which dropout needs"
         if spec.packed and spec.quantized:
             return (
                 f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences, "

@@ -19,6 +19,7 @@ from flashgen.codegen.abi import (
     Arg,
     Part,
     Scratch,
+    dropout_arguments,
     environment_names,
     sink_arguments,
     tensor_arguments,
@@ -87,6 +88,8 @@ def _specialised(arg: Arg, spec: AttentionSpec, facts: CallFacts) -> Arg:
     divisor, constant, kind = arg.divisor, arg.constant, arg.type
     if arg.source in ALLOCATED:  # by FlashGen
         divisor = 16
+    elif arg.source.startswith("gradient."):  # as well, but of an operand's shape
+        divisor = 16 if arg.type.startswith("*") else 1
     elif arg.source.startswith("scratch."):  # as well, and what a stride divides by is the part's to say
         divisor = 16 if arg.type.startswith("*") else divisor
     elif arg.source in ("q", "k", "v", "dout", "dlse") and not arg.is_descriptor:
@@ -163,6 +166,7 @@ def _arguments(spec: AttentionSpec, config: Config) -> tuple[tuple[Arg, ...], ..
     if spec.quantized:  # the kernel's own scale is this one with the factors of a tile
         sizes[-1:] = [Arg("score_scale", "scale", "fp32"), Arg("v_factor", "v_factor", "fp32")]
     groups.append(tuple(sizes))
+    groups += dropout_arguments(spec)
     if listed := lists.arguments(spec):
         groups.append(listed)
     if spec.quantized:
@@ -194,7 +198,9 @@ def kernel_name(spec: AttentionSpec, config: Config) -> str:
     rules = [rule.name for rule in (spec.mask, spec.score_mod) if rule is not None]
     extras = [f"to_{spec.out_dtype}"] if spec.out_dtype else []
     extras += [{"fwd": "lse", "bwd": "dlse"}[spec.op]] if spec.return_lse else []
-    extras += ["sinks"] if spec.sinks else []
+    extras += [{"fwd": "sinks", "bwd": "dsinks"}[spec.op]] if spec.sinks else []
+    extras += [f"d_{operand}" for operand in spec.learned]
+    extras += ["dropout"] if spec.dropout else []
     packed = ["varlen"] if spec.packed else []
     return "_".join([config.family, *packed, spec.dims_label, *rules, spec.dtype_label, *extras, config.name])
 
@@ -231,7 +237,10 @@ def _title(spec: AttentionSpec) -> str:
     if spec.score_mod is not None:
         lines.append(f"Score rule {spec.score_mod.name}: {spec.score_mod.text}")
     if spec.sinks:
-        lines.append("With a sink for each head: a logit that takes weight and has no value.")
+        with_what = {"fwd": "a sink for each head", "bwd": "the gradient of each head's sink"}[spec.op]
+        lines.append(f"With {with_what}: a logit that takes weight and has no value.")
+    if spec.dropout:
+        lines.append("Weights are dropped at random.")
     return "\n".join(part for line in lines for part in textwrap.wrap(line, 100, break_on_hyphens=False))
 
 
@@ -256,6 +265,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
             signature=[", ".join(arg.name for arg in group) for group in arguments],
             parts={part.name: part for part in parts},
             list_arguments=", ".join(arg.name for arg in lists.arguments(spec)),
+            lists_by_head=lists.by_head(spec.mask),
             descale_arguments=[
                 ", ".join(arg.name for arg in group) for group in arguments if _of_descales(group)
             ],

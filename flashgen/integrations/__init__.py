@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["transformers"]
+__all__ = ["torch", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

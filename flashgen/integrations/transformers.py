@@ -23,7 +23,7 @@ from flashgen.api import attention
 from flashgen.build.precision import autocasted, autocasting
 from flashgen.errors import InvalidArgument
 from flashgen.runtime import torch_path
-from flashgen.runtime.checks import Call, as_sinks
+from flashgen.runtime.checks import Call, as_dropout, as_sinks
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.spec.masks import UNLIMITED, Mask
@@ -336,13 +336,14 @@ def attention_forward(
         mask = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
     else:
         mask, keep = _of_tensor(attention_mask, query, key)
-    if keep is None and (dropout or not _served(query, value)):
+    if keep is None and not _served(query, value):
         keep = _as_tensor(mask, query, key)
     if keep is not None:
         out = _by_torch(query, key, value, keep, dropout, scaling, softcap, s_aux)
     else:
         score_mod = score_mods.softcap(softcap) if softcap else None
-        out = attention(query, key, value, mask=mask, score_mod=score_mod, sinks=s_aux, scale=scaling)
+        rules: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "sinks": s_aux}
+        out = attention(query, key, value, **rules, scale=scaling, dropout_p=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -431,12 +432,6 @@ def _by_torch(
         return F.scaled_dot_product_attention(
             query, key, value, keep, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if dropout:
-        given = f"softcap={softcap}" if softcap else "s_aux (sinks)"
-        raise InvalidArgument(
-            f"{given} together with dropout={dropout} is not served; load the model with "
-            "attn_implementation='eager'"
-        )
     mask, mods = masks.full(), [score_mods.softcap(softcap)] if softcap else []
     shape = (*query.shape[:3], key.shape[2])
     if keep.dtype == torch.bool:
@@ -446,6 +441,7 @@ def _by_torch(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     score_mod = score_mods.compose(mods)
     sinks = as_sinks(sinks, query, "bhsd")
-    call = Call(query, key, value, mask, score_mod, scale, "bhsd", False, sinks=sinks)
+    dropped = as_dropout(dropout, query)
+    call = Call(query, key, value, mask, score_mod, scale, "bhsd", False, sinks=sinks, dropout=dropped)
     out, _ = torch_path.attention(call)
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,14 +103,14 @@ class Expected:
         scores = batch * heads * q_len * k.shape[2]
         if scores <= all_scores:
             self.pairs: tuple[tuple[int, int], ...] | None = None
-            exact, lse = _reference((q, k, v), inputs, exact_in, None)
-            rounded = [_reference(rounded_in, inputs, torch.float32, rounding, lift) for lift in lifts]
+            exact, lse = reference((q, k, v), inputs, exact_in, None)
+            rounded = [reference(rounded_in, inputs, torch.float32, rounding, lift) for lift in lifts]
         else:
             self.pairs = some_pairs(batch, heads, k.shape[1], max(4, all_scores // (q_len * k.shape[2])))
             each = [
                 [
-                    _reference((q, k, v), inputs, exact_in, None, pair=pair),
-                    *(_reference(rounded_in, inputs, torch.float32, rounding, lift, pair) for lift in lifts),
+                    reference((q, k, v), inputs, exact_in, None, pair=pair),
+                    *(reference(rounded_in, inputs, torch.float32, rounding, lift, pair) for lift in lifts),
                 ]
                 for pair in self.pairs
             ]
@@ -182,24 +182,33 @@ def some_pairs(batch: int, heads: int, kv_heads: int, most: int) -> tuple[tuple[
     return tuple(list(dict.fromkeys(wanted))[:most])
 
 
-def _reference(
+def reference(
     qkv: Any,
     inputs: Inputs,
     dtype: torch.dtype,
-    rounding: tuple[torch.dtype, torch.dtype] | None,
+    rounding: tuple[torch.dtype, torch.dtype] | None = None,
     lift: float = 1.0,
     pair: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Output (batch, heads, q_len, head_dim_v) and LSE of inputs, each packed sequence by itself.
+
+    Args:
+        qkv: in the place of the inputs' own, (batch, heads, rows, dims).
+        dtype, lift: as for `attention_reference`, and `rounding` is its two dtypes of weights and the output.
+        pair: batch and head, where one alone is wanted.
+    """
     q, k, v = qkv
-    mask, score_mod, sinks = inputs.mask, inputs.score_mod, inputs.sinks
+    mask, score_mod, sinks, dropout = inputs.mask, inputs.score_mod, inputs.sinks, inputs.dropout
+    sequence = 0
     if pair is not None:
         batch, head = pair
         kv_head = head // (q.shape[1] // k.shape[1])
+        dropout = None if dropout is None else replace(dropout, head=head, heads=q.shape[1])
         q, k, v = q[batch, head], k[batch, kv_head], v[batch, kv_head]
         q, k, v = (each[None, None] for each in (q, k, v))
         symbols = {"head": head, "kv_head": kv_head}
         if inputs.packed is None:
-            symbols["batch"] = batch
+            symbols["batch"] = sequence = batch
         mask = Mask(*_fixed(mask, symbols))
         score_mod = None if score_mod is None else ScoreMod(*_fixed(score_mod, symbols))
         sinks = None if sinks is None else sinks[head : head + 1]
@@ -213,9 +222,10 @@ def _reference(
         "round_p_to": p,
         "round_out_to": out,
         "lift": lift,
+        "dropout": dropout,
     }
     if inputs.packed is None:
-        return attention_reference(q, k, v, **options)
+        return attention_reference(q, k, v, sequence=sequence, **options)
     starts = (each.tolist() for each in inputs.packed)
     packed, lse = packed_reference(*(each[0].transpose(0, 1) for each in (q, k, v)), *starts, **options)
     return packed.transpose(0, 1)[None], lse[None]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flashgen.build.inputs import Inputs
-from flashgen.build.reference import attention_reference, gradients_reference
-from flashgen.errors import Unsupported
-from flashgen.measure.check import FACTOR, TOLERANCES, AnyRig, Rig, Verdict, flaw
+from flashgen.build.reference import gradients_reference, packed_gradients_reference
+from flashgen.measure.check import FACTOR, TOLERANCES, AnyRig, Rig, Verdict, flaw, reference
 from flashgen.spec.attention import AttentionSpec
 
 NAMES = ("dq", "dk", "dv")
@@ -29,29 +28,49 @@ def rig_of(inputs: Inputs, spec: AttentionSpec) -> AnyRig:
     return Rig(inputs, spec) if spec.op == "fwd" else GradientRig(inputs, spec)
 
 
+def gradients_of(
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gradients_reference` of inputs, each packed sequence by itself.
+
+    Args:
+        dout: (batch, heads, q_len, head_dim_v); that of the LSE has the first three axes.
+        options: its further arguments.
+    """
+    tensors = (*inputs.true(), dout)
+    options |= {
+        "mask": inputs.mask,
+        "score_mod": inputs.score_mod,
+        "scale": inputs.scale,
+        "sinks": inputs.sinks,
+        "dropout": inputs.dropout,
+    }
+    if inputs.packed is None:
+        dq, dk, dv, *_ = gradients_reference(*tensors, dlse, **options)
+        return dq, dk, dv
+    q, k, v, dout = (each[0].transpose(0, 1) for each in tensors)
+    cu_q, cu_k = (each.tolist() for each in inputs.packed)
+    of_lse = None if dlse is None else dlse[0]
+    found = packed_gradients_reference(q, k, v, dout, of_lse, cu_q, cu_k, **options)
+    dq, dk, dv = (each.transpose(0, 1)[None] for each in found)
+    return dq, dk, dv
+
+
 class ExpectedGradients:
     """What kernels should give for some inputs, and the limits that follow.
 
     Args:
-        inputs: the call; not of packed sequences.
+        inputs: the call.
         dout: the gradient of its output, (batch, heads, q_len, head_dim_v).
         spec: for the dtype and how it is multiplied.
     """
 
     def __init__(self, inputs: Inputs, dout: Tensor, spec: AttentionSpec) -> None:
-        if inputs.packed is not None:
-            raise Unsupported("gradients of packed sequences have no kernel yet, and are not measured")
         q, k, v = inputs.true()
-        options: dict[str, Any] = {
-            "mask": inputs.mask,
-            "score_mod": inputs.score_mod,
-            "scale": inputs.scale,
-            "sinks": inputs.sinks,
-        }
         exact_in = torch.float64 if spec.dtype == "fp32" else torch.float32
-        self.exact = gradients_reference(q, k, v, dout, dtype=exact_in, **options)
+        self.exact = gradients_of(inputs, dout, dtype=exact_in)
         rounded_in = q.dtype if spec.dtype_label != "tf32" else torch.bfloat16  # the coarser of the two
-        rounded = gradients_reference(q, k, v, dout, round_to=rounded_in, **options)
+        rounded = gradients_of(inputs, dout, round_to=rounded_in)
         floor = TOLERANCES[spec.dtype_label]
         largest_q, largest_k, largest_v, largest_dout = (_longest_row(each) for each in (q, k, v, dout))
         cancelling = ROUNDING * largest_dout * largest_v * inputs.scale
@@ -107,13 +126,8 @@ class GradientRig(AnyRig):
         shape = (*inputs.q.shape[:3], inputs.v.shape[3])
         self.dout = torch.randn(shape, generator=generator, device=inputs.q.device).to(inputs.q.dtype)
         self.expected = ExpectedGradients(inputs, inputs.bhsd(self.dout), spec)
-        out, self.lse = attention_reference(
-            *inputs.true(),
-            mask=inputs.mask,
-            score_mod=inputs.score_mod,
-            scale=inputs.scale,
-            sinks=inputs.sinks,
-        )
+        out, lse = reference(inputs.true(), inputs, torch.float32)
+        self.lse = lse.contiguous()
         self.out = inputs.bhsd(out.to(inputs.q.dtype)).contiguous()
         self.dlse = torch.zeros_like(self.lse) if spec.return_lse else None
         sources = (inputs.q, inputs.k, inputs.v, self.out, self.lse, self.dout)

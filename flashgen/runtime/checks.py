@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.build.arguments import LAYOUTS
+from flashgen.build.dropout import Dropout, draw_seed
 from flashgen.build.quantized import E4M3, Factor, Quantized
 from flashgen.codegen.abi import AXES, SIZES, TENSORS
 from flashgen.errors import InvalidArgument
@@ -54,13 +55,15 @@ _AXIS_NAMES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, he
 
 
 class Given(NamedTuple):
-    """What a call says of 8-bit tensors, and its sinks: what most calls leave out. Unchecked."""
+    """What a call says of 8-bit tensors, its sinks and its dropout: what most calls leave out. Unchecked, but
+    for the last."""
 
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
     out_dtype: Any = None
     sinks: Any = None
+    dropout: Dropout | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -97,8 +100,11 @@ class Call:
     """Of 8-bit tensors."""
     sinks: Tensor | None = None
     """(heads,) logits."""
+    dropout: Dropout | None = None
     sequence: int = 0
     """What rules take the first one of the batch for: this call may be one of packed sequences."""
+    deterministic: bool = False
+    """Whether its gradients have to have the same bits in every run."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -149,6 +155,7 @@ class Call:
             out_dtype=DTYPE_NAMES[self.out_dtype],
             addressing="varlen" if self.totals else "dense",
             sinks="" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype],
+            dropout=self.dropout is not None,
         )
         names = [name for rule in (mask_rule, score_rule) if rule is not None for name, _ in rule.params]
         values, _ = rules.values_and_tensors(self.mask, self.score_mod)
@@ -156,11 +163,30 @@ class Call:
         counts = (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.k_len)
         return Workload(spec, *counts, params, *self.totals)
 
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Places of the score rule's tensors that need a gradient."""
+        tensors = () if self.score_mod is None else self.score_mod.tensors
+        return tuple(place for place, tensor in enumerate(tensors) if tensor.requires_grad)
 
+    def gradients_workload(self, lse: bool, sinks: bool, learned: tuple[int, ...]) -> Workload:
+        """Of the backward call.
+
+        Args:
+            lse: whether the LSE has a gradient.
+            sinks: whether that of the sinks is wanted.
+            learned: as the property; those whose gradients are wanted.
+        """
+        workload = self.workload()
+        rule = workload.spec.score_mod
+        names = () if rule is None else tuple(rule.operands[place].name for place in learned)
+        return replace(workload, spec=workload.spec.backward(lse, sinks, names))
+
+
+_GRAD = torch._C._functorch.TransformType.Grad
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
-NEEDS_GRADIENT = "a gradient is needed, and no kernel gives one yet"
 IS_TRANSFORMED = "forward-mode AD or a transform of torch.func is at work, which no kernel knows"
 
 
@@ -170,6 +196,13 @@ def transformed() -> bool:
     Neither shows on the tensors (`requires_grad` is false), and a kernel would silently drop the tangents.
     """
     return forward_ad._current_level >= 0 or _transforms()
+
+
+def differentiated_once() -> bool:
+    """Whether one `torch.func.grad` (or vjp) is all that is at work: a `torch.autograd.Function` with
+    `setup_context` serves that, and its forward gets plain tensors."""
+    levels = torch._C._functorch.get_interpreter_stack() or []  # None where there is none
+    return forward_ad._current_level < 0 and [each.key() for each in levels] == [_GRAD]
 
 
 def fp32_precision() -> str:
@@ -311,14 +344,23 @@ def check(
     check_operands(call)
     if given is None and q.dtype != E4M3:
         return call
-    sinks = None if given is None else as_sinks(given.sinks, q, layout)
-    return replace(call, quantized=as_quantized(given, q, k, layout), sinks=sinks)
+    sinks, dropout = (None, None) if given is None else (as_sinks(given.sinks, q, layout), given.dropout)
+    return replace(call, quantized=as_quantized(given, q, k, layout), sinks=sinks, dropout=dropout)
 
 
 def check_return_lse(given: Any) -> None:
     """Raises `InvalidArgument` unless it is True or False."""
     if not isinstance(given, bool):
         raise InvalidArgument(f"return_lse={shown(given)} must be True or False")
+
+
+def check_deterministic(given: Any) -> None:
+    """Raises `InvalidArgument` unless it is True or False."""
+    if not isinstance(given, bool):
+        raise InvalidArgument(
+            f"deterministic={shown(given)} must be True, False or None, for what "
+            "torch.use_deterministic_algorithms says"
+        )
 
 
 def check_tensors(q: Any, k: Any, v: Any, dims: int, axes: str, takes: str = "it must be ") -> None:
@@ -378,6 +420,27 @@ def _as_held(tensor: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and tensor.is_neg():  # the operator resolves it
         return tensor.resolve_neg()
     return tensor
+
+
+def as_dropout(given: Any, q: Any, draw: bool = True) -> Dropout | None:
+    """What a call with this `dropout_p` drops, by a seed drawn from the generator of q's device; None for 0.
+
+    Args:
+        draw: with False the seed is 0, for a call that is not made.
+
+    Raises:
+        InvalidArgument: it is no probability. A tensor is refused: reading it waits for the GPU.
+    """
+    if not isinstance(given, float | int) or isinstance(given, bool) or not 0 <= given <= 1:
+        hint = "; give its value, dropout_p.item()" if isinstance(given, Tensor) else ""
+        raise InvalidArgument(
+            f"dropout_p={shown(given)} must be a number from 0 to 1, the probability that a weight is "
+            f"dropped{hint}"
+        )
+    if given == 0 or not isinstance(q, Tensor):  # the second is told of q
+        return None
+    seed = draw_seed(q.device) if draw else torch.zeros(1, dtype=torch.int64, device=q.device)
+    return Dropout(float(given), seed)
 
 
 def as_quantized(given: Given | None, q: Tensor, k: Tensor, layout: str) -> Quantized | None:
@@ -544,29 +607,25 @@ anything else indexes is at least as long as that reaches."""
 
 def operand_axes(mask: Rule, score_mod: ScoreMod | None) -> tuple[OperandAxes, ...]:
     """The operands of a call's rules, in order."""
+    axes = _operand_axes(mask.kind, mask.text, 0)
     if score_mod is None:
-        return _operand_axes(mask)
-    return _operand_axes(mask) + _operand_axes(score_mod.rule, len(mask.params))
+        return axes
+    return axes + _operand_axes(score_mod.rule.kind, score_mod.rule.text, len(mask.params))
 
 
-def _operand_axes(rule: Rule, before: int = 0) -> tuple[OperandAxes, ...]:
+# By text: a trace takes the result for a constant, and no memory of ours for something to watch.
+@catalog.remembered(maxsize=1024)
+def _operand_axes(kind: str, text: str, before: int) -> tuple[OperandAxes, ...]:
     """Those of one rule, with so many numbers of another before its own in the call environment."""
-    found = _AXES.get((rule.text, before))
-    if found is None:
-        if len(_AXES) >= 1024:
-            _AXES.clear()
-        found = _AXES[rule.text, before] = tuple(
-            (
-                each.name,
-                _OPERAND_DTYPES[each.dtype],
-                tuple(_counted(rule, each, i, before) for i in range(each.rank)),
-            )
-            for each in rule.operands
+    rule = Rule.parse(kind, text)
+    return tuple(
+        (
+            each.name,
+            _OPERAND_DTYPES[each.dtype],
+            tuple(_counted(rule, each, i, before) for i in range(each.rank)),
         )
-    return found
-
-
-_AXES: dict[tuple[str, int], tuple[OperandAxes, ...]] = {}  # by text; no lru_cache, which torch cannot trace
+        for each in rule.operands
+    )
 
 
 def _counted(rule: Rule, operand: Operand, axis: int, before: int) -> tuple[int, ...] | Reached:
@@ -584,8 +643,10 @@ def check_operands(call: Call) -> None:
     for bound in (call.mask, call.score_mod):
         if bound is None or not bound.tensors:
             continue
-        env = (0,) * SIZES_AT + tuple(getattr(call.sizes, each, 1) for each in SIZES) + (0.0, *bound.values)
-        for (name, dtype, axes), tensor in zip(_operand_axes(bound.rule), bound.tensors, strict=True):
+        known = call.sizes
+        env = (0,) * SIZES_AT + tuple(getattr(known, each, 1) for each in SIZES) + (0.0, *bound.values)
+        wanted = _operand_axes(bound.rule.kind, bound.rule.text, 0)
+        for (name, dtype, axes), tensor in zip(wanted, bound.tensors, strict=True):
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
             check_dense(f"{name} of {bound.describe()}", tensor)
@@ -609,7 +670,7 @@ def check_operands(call: Call) -> None:
                     _check_reach(f"{name} of {bound.describe()}", tensor, axis, entries, env)
                     continue
                 counts = {SIZES[entry - SIZES_AT] for entry in entries}
-                sizes = {each: getattr(call.sizes, each) for each in sorted(counts)}
+                sizes = {each: getattr(known, each) for each in sorted(counts)}
                 if sizes and shape[axis] != max(sizes.values()):
                     told = " and ".join(f"{each}, which is {size}" for each, size in sizes.items())
                     raise InvalidArgument(

@@ -19,6 +19,8 @@ from flashgen.build.arguments import (
     flatten_packed,
     gradients_code,
 )
+from flashgen.build.dropout import Dropout
+from flashgen.build.learned import Learned
 from flashgen.build.quantized import E4M3
 from flashgen.codegen.families import serving
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel, Unsupported
@@ -55,7 +57,6 @@ from flashgen.runtime.policy import (
 from flashgen.settings import MISS_POLICIES
 from flashgen.spec.attention import (
     MAX_INDEX,
-    AttentionSpec,
     CallFacts,
     Workload,
     length_code,
@@ -148,7 +149,7 @@ class Dispatcher:
         self._refused: dict[tuple[Any, ...], str] = {}
         self._tuned: set[tuple[Any, ...]] = set()  # being tuned, or done
         self._told: set[object] = set()
-        self._without_gradients: dict[tuple[AttentionSpec, int], str] = {}
+        self._without_gradients: dict[tuple[Any, ...], str] = {}
         self._lock = threading.RLock()
         self.resolves = 0
         """How many misses were resolved."""
@@ -203,7 +204,7 @@ class Dispatcher:
         elif type(scale) is not float or not MIN_SCALE <= scale <= MAX_SCALE:
             scale = as_scale(scale, q_shape[3])  # negative, 0, an int, or nothing that is allowed
 
-        folded, sinks = scale, None
+        folded, sinks, dropout = scale, None, None
         if given is None and dtype is not E4M3:
             quantized = None
             out = torch.empty_like(q) if same_dims else torch_path.empty_output(q, layout, v_shape[3])
@@ -212,7 +213,8 @@ class Dispatcher:
             out_dtype = dtype if quantized is None else quantized.out_dtype
             out = torch_path.empty_output(q, layout, v_shape[3], out_dtype)
             folded = scale if quantized is None else quantized.folded(scale)
-            sinks = None if given is None else as_sinks(given.sinks, q, layout)
+            if given is not None:
+                sinks, dropout = as_sinks(given.sinks, q, layout), given.dropout
         lse = None
         if return_lse:
             lse = q.new_empty(q_shape[:3] if layout == "bhsd" else _rows(q_shape), dtype=torch.float32)
@@ -230,6 +232,8 @@ class Dispatcher:
             env += quantized.entries(kv_heads, heads_per_kv)
         if sinks is not None:
             env += (sinks.data_ptr(), *sinks.stride())
+        if dropout is not None:
+            env += dropout.entries()
 
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
@@ -253,6 +257,7 @@ class Dispatcher:
             lse is None,
             fp32_precision() if dtype is _FLOAT32 else None if quantized is None else quantized.out_dtype,
             None if sinks is None else sinks.dtype,
+            dropout is None,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -260,14 +265,14 @@ class Dispatcher:
             plan = self._resolve(key, call, code, device)
         launch = plan.launch
         if launch is None:
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks, dropout)
             return as_result(plan.otherwise(call))
         try:
             launch(env, self._stream_of(device))
         except (LaunchFailed, InvalidArgument) as error:
             if self._refuse(plan, error):
                 return self.attention(q, k, v, mask, score_mod, scale, layout, return_lse, given)
-            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks)
+            call = Call(q, k, v, mask, score_mod, scale, layout, return_lse, quantized, sinks, dropout)
             return as_result(plan.otherwise(call))
         return out if lse is None else (out, lse)
 
@@ -285,6 +290,7 @@ class Dispatcher:
         scale: Any,
         return_lse: bool,
         sinks: Tensor | None = None,
+        dropout: Dropout | None = None,
     ) -> Result:
         """See `flashgen.attention_varlen`; the tensors are plain ones on a GPU. As `attention`, of packed
         sequences.
@@ -303,7 +309,7 @@ class Dispatcher:
 
         dtype, device = q.dtype, q.get_device()
         if self._check_values or not _packed_agree(q, k, v, cu_q, cu_k, max_q, max_k, return_lse):
-            given = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks)
+            given = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks, dropout)
             call = check_packed(*given, values=self._check_values)
             cu_q, cu_k, max_q, max_k = call.cu_q, call.cu_k, call.max_q, call.max_k
         q_tokens, heads, head_dim = q.shape
@@ -315,7 +321,7 @@ class Dispatcher:
             scale = as_scale(scale, head_dim)
         if sinks is not None:
             sinks = packed_sinks(sinks, q)
-        arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks)
+        arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks, dropout)
         if tensors:
             sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
             # As a dense call's environment has them.
@@ -328,6 +334,8 @@ class Dispatcher:
         env = flatten_packed(q, k, v, out, lse, cu_q, cu_k, scale, values, tensors)
         if sinks is not None:
             env += (sinks.data_ptr(), *sinks.stride())
+        if dropout is not None:
+            env += dropout.entries()
         code = facts_code(env, q.itemsize, tensors)
         if code in _STRIDED and (q.is_neg() or k.is_neg() or v.is_neg()):
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # memory holds the values negated
@@ -352,6 +360,7 @@ class Dispatcher:
             (q_tokens - 1).bit_length() if q_tokens else -1,
             (k_tokens - 1).bit_length() if k_tokens else -1,
             None if sinks is None else sinks.dtype,
+            dropout is None,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -370,36 +379,78 @@ class Dispatcher:
 
     def without_gradients(self, call: Call) -> str:
         """Why no family computes the gradients of a call's kind on its GPU; empty where one does."""
-        device = call.q.get_device()
-        spec = call.workload().spec.backward()
-        reason = self._without_gradients.get((spec, device))
+        q, score_mod = call.q, call.score_mod
+        # What tells the specs of two calls apart: every call that needs a gradient asks, and to make its spec
+        # takes ten times as long.
+        kind = (
+            call.mask.rule.text,
+            None if score_mod is None else score_mod.rule.text,
+            q.dtype,
+            q.get_device(),
+            q.shape[-1],
+            call.v.shape[-1],
+            isinstance(call, PackedCall),
+            call.dropout is None,
+            fp32_precision() if q.dtype is _FLOAT32 else None,
+        )
+        reason = self._without_gradients.get(kind)
         if reason is None:
             try:
-                serving(spec, self._target_of(device))
+                serving(call.workload().spec.backward(), self._target_of(q.get_device()))
                 reason = ""
             except Unsupported as error:
                 reason = str(error)
-            self._without_gradients[spec, device] = reason
+            if len(self._without_gradients) >= MAX_PLANS:
+                self._without_gradients.clear()
+            self._without_gradients[kind] = reason
         return reason
 
     def gradients(
-        self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, in their dtypes and orders in memory.
+        self,
+        call: Call,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        of_sinks: bool = False,
+        learned: tuple[int, ...] = (),
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v, in their dtypes and orders in memory, of the sinks, and of tensors of the
+        score rule.
 
         Args:
-            call: checked, dense, not empty, not of 8-bit tensors.
-            out, lse: what it gave; the LSE is (batch, heads, q_len), contiguous.
+            call: checked, not empty, not of 8-bit tensors.
+            out, lse: what it gave; the LSE is (batch, heads, q_len), of packed sequences (heads, q tokens),
+                contiguous.
             dout: the gradient of the output, on whose dtype and device it is.
             dlse: that of the LSE, contiguous, or None where it has none.
+            of_sinks: whether that of the sinks is wanted, which is None otherwise.
+            learned: places of the score rule's tensors whose gradients follow these.
         """
         q, k, v = (each.resolve_neg() for each in (call.q, call.k, call.v))
         layout, rule, score_mod = call.layout, call.mask.rule, call.score_mod
         values, tensors = values_and_tensors(call.mask, score_mod)
-        made = [torch_path.empty_output(each, layout, each.shape[3]) for each in (q, k, v)]
-        env = flatten(q, k, v, out, lse, call.scale, values, tensors, layout)
+        made = [torch_path.empty_output(each, layout, each.shape[-1]) for each in (q, k, v)]
+        if isinstance(call, PackedCall):
+            starts = (call.cu_q, call.cu_k)
+            env = flatten_packed(q, k, v, out, lse, *starts, call.scale, values, tensors)
+        else:
+            env = flatten(q, k, v, out, lse, call.scale, values, tensors, layout)
         entries = flatten_gradients(dout, made[0], made[1], made[2], dlse, layout)
+        operands = None
+        if learned and score_mod is not None:
+            batch, heads, kv_heads, _, q_len, k_len = env[SIZES_AT : SIZES_AT + 6]
+            counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len}
+            operands = Learned(score_mod, learned, **counts)
+            tensors += tuple(operands.accumulators.values())
         code, device = gradients_code(env, entries, q.itemsize, tensors), q.get_device()
+        sinks, dsinks = (call.sinks if of_sinks else None), None
+        if sinks is not None:
+            dsinks = sinks.new_empty(sinks.shape, dtype=_FLOAT32)
+            env, entries = (*env, sinks.data_ptr(), *sinks.stride()), (*entries, dsinks.data_ptr())
+        if call.dropout is not None:
+            env += call.dropout.entries()
+        sizes = call.sizes
         key = (
             "bwd",
             code,
@@ -407,27 +458,33 @@ class Dispatcher:
             None if score_mod is None else score_mod.rule.text,
             q.dtype,
             device,
-            *env[SIZES_AT + 1 : SIZES_AT + 3],
-            q.shape[3],
-            v.shape[3],
-            *(length_code(env[SIZES_AT + each]) for each in (0, 4, 5)),
-            self._number_codes(values) if values else None,
+            sizes.heads,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.head_dim_v,
+            *map(length_code, (sizes.batch, sizes.q_len, sizes.k_len, *call.totals)),
+            (self._numbers.get(values) or self._number_codes(values)) if values else None,
             dlse is None,
+            call.dropout is None,
             fp32_precision() if q.dtype is _FLOAT32 else None,
+            None if sinks is None else sinks.dtype,
+            learned,
         )
         plan = self._plans.get(key)
         if plan is None:
-            workload = call.workload()
-            workload = replace(workload, spec=workload.spec.backward(dlse is not None))
+            workload = call.gradients_workload(dlse is not None, sinks is not None, learned)
             plan = self._find(key, Request(workload, FACTS[code], self._target_of(device), device))
         if plan.launch is not None:
             try:
+                entries += () if operands is None else operands.entries()
                 plan.launch((*env, *entries), self._stream_of(device))
-                return made[0], made[1], made[2]
+                if sinks is not None and dsinks is not None:
+                    dsinks = dsinks.to(sinks.dtype)
+                return (*made, dsinks, *(() if operands is None else operands.gradients()))
             except (LaunchFailed, InvalidArgument) as error:
                 if self._refuse(plan, error):
-                    return self.gradients(call, out, lse, dout, dlse)
-        return torch_path.gradients(call, dout, dlse)
+                    return self.gradients(call, out, lse, dout, dlse, of_sinks, learned)
+        return torch_path.gradients(call, dout, dlse, of_sinks, learned)
 
     # A miss
 
@@ -672,6 +729,7 @@ class Dispatcher:
                 else ()
             ),
             _TORCH_DTYPES[spec.sinks] if spec.sinks else None,
+            not spec.dropout,
         )
 
     def explain(self, call: Call, device: int, gradients: bool = False) -> Explanation:
@@ -699,7 +757,8 @@ class Dispatcher:
         told = explained(request, decision, describe_call(call), torch_path.describe(call))
         if not gradients:
             return told
-        request = replace(request, workload=replace(workload, spec=workload.spec.backward()))
+        of_sinks = call.sinks is not None and call.sinks.requires_grad
+        request = replace(request, workload=call.gradients_workload(False, of_sinks, call.learned))
         with self._lock:
             decision = self._decide(request)
         return told.with_gradients(explained(request, decision, otherwise=torch_path.describe(call)))

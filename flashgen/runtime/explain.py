@@ -112,8 +112,8 @@ def describe_call(call: Call) -> str:
     dtype = DTYPE_NAMES[call.q.dtype] + (
         "" if call.quantized is None else f" to {DTYPE_NAMES[call.out_dtype]}"
     )
-    sinks = call.sinks is not None
-    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.totals, sinks)
+    extras = {"sinks": call.sinks is not None, "dropout": call.dropout is not None}
+    return _sentence(sizes, dims, dtype, call.mask, call.score_mod, call.totals, extras)
 
 
 def describe_workload(workload: Workload) -> str:
@@ -126,9 +126,8 @@ def describe_workload(workload: Workload) -> str:
         score_mod = ScoreMod(spec.score_mod, values[split:], (None,) * len(spec.score_mod.operands))
     dtype = spec.dtype_label + (f" to {spec.result_dtype}" if spec.quantized else "")
     totals = (workload.total_q, workload.total_k) if spec.packed else ()
-    sentence = _sentence(
-        workload, (spec.head_dim, spec.head_dim_v), dtype, mask, score_mod, totals, bool(spec.sinks)
-    )
+    dims, extras = (spec.head_dim, spec.head_dim_v), {"sinks": bool(spec.sinks), "dropout": spec.dropout}
+    sentence = _sentence(workload, dims, dtype, mask, score_mod, totals, extras)
     return {"fwd": "", "bwd": "gradients of "}[spec.op] + sentence
 
 
@@ -139,7 +138,7 @@ def _sentence(
     mask: Mask,
     score_mod: ScoreMod | None,
     totals: tuple[int, ...],
-    sinks: bool,
+    extras: dict[str, bool],
 ) -> str:
     of_q, of_k = (f" at most, {total} together" for total in totals) if totals else ("", "")
     told = [
@@ -153,8 +152,7 @@ def _sentence(
     ]
     if score_mod is not None:
         told.append(f"score rule {score_mod.describe()}")
-    if sinks:
-        told.append("sinks")
+    told += [name for name, there in extras.items() if there]
     return "attention, " + ", ".join(told)
 
 

@@ -1,5 +1,5 @@
-"""The operators `flashgen::attention_fwd` and `flashgen::attention_varlen_fwd` (packed sequences), as which
-calls stand in graphs that torch traces.
+"""The operators as which calls stand in graphs that torch traces: `flashgen::attention_fwd`, its gradients
+`flashgen::attention_bwd`, and `flashgen::attention_varlen_fwd` of packed sequences.
 
 An eager call does not go through them: an operator's machinery costs 14-22 us. Both end in one function.
 """
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.build.dropout import Dropout
 from flashgen.build.quantized import E4M3, Quantized
-from flashgen.errors import InvalidArgument
+from flashgen.errors import InvalidArgument, Unsupported
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
+    Call,
     Given,
     as_mask,
     as_scale,
@@ -24,6 +26,7 @@ from flashgen.runtime.checks import (
     check_dense,
     transformed,
 )
+from flashgen.runtime.gradients import SECOND, unknown_to_operators
 from flashgen.runtime.packed import as_longest, check_packed_tensors, packed_sinks
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
@@ -33,18 +36,22 @@ LIMITS = {"i32": (-(2.0**31), 2.0**31 - 1), "f32": (-(2 - 2.0**-23) * 2.0**127, 
 """The least and the largest number of each type of a rule's parameters."""
 
 NAME = "flashgen::attention_fwd"
+NAME_GRADIENTS = "flashgen::attention_bwd"
 NAME_PACKED = "flashgen::attention_varlen_fwd"
 
 Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool, Given | None], Any]
+ServeGradients = Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 ServePacked = Callable[..., Any]
 
 
-def define(serve: Serve) -> Any:
-    """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)`.
+def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
+    """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)`, and
+    its gradients around `serve_gradients(call, out, lse, dout, dlse)`.
 
     Rules travel as text with their numbers and tensors beside them, so a graph can be saved and read back.
-    The second result is the LSE, without elements if it is not wanted. The operator has no gradient, and says
-    so in a backward pass: calls that need one are traced as torch's own operations.
+    The seed of dropout is one of the tensors, drawn by the graph itself, and None without dropout. The second
+    result is the LSE, without elements if it is not wanted; the backward pass reads it. Only q, k and v have
+    gradients: a call of which more is wanted is traced as torch's own operations.
     """
 
     def attention_fwd(
@@ -66,10 +73,13 @@ def define(serve: Serve) -> Any:
         v_factor: float = 1.0,
         out_dtype: torch.dtype | None = None,
         sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         _check_untransformed(NAME, "flashgen.attention")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype, sinks)
+        told = (q_descale, k_descale, v_descale, v_factor, out_dtype, sinks, seed, dropout_p)
+        given = _given(q, *told)
         result = serve(q, k, v, *rules, scale, layout, return_lse, given)
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
@@ -92,21 +102,103 @@ def define(serve: Serve) -> Any:
         v_factor: float = 1.0,
         out_dtype: torch.dtype | None = None,
         sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
-        given = _given(q, q_descale, k_descale, v_descale, v_factor, out_dtype, sinks)
+        told = (q_descale, k_descale, v_descale, v_factor, out_dtype, sinks, seed, dropout_p)
+        given = _given(q, *told)
         call = check(q, k, v, *rules, None, layout, return_lse, given)
         out = torch_path.empty_output(q, layout, v.shape[3], call.out_dtype)
         rows = call.bhsd(q).shape[:3] if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
-    _register(NAME, attention_fwd, meta, "flashgen.attention")
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, operands, *told, scale, layout, return_lse = inputs[:12]
+        given = _given(q, *inputs[12:])
+        call = check(q, k, v, *_rules(operands, *told), scale, layout, return_lse, given)
+        if reason := unknown_to_operators(call):
+            raise InvalidArgument(
+                f"the operator {NAME} has gradients of q, k and v alone ({reason}); call flashgen.attention, "
+                "which is computed by torch's own operations where others are needed"
+            )
+        if not return_lse:
+            raise InvalidArgument(
+                f"the operator {NAME} was called without its LSE, from which gradients are computed; call it "
+                "with return_lse=True, or call flashgen.attention, which asks for it where it is needed"
+            )
+        sinks = None if given is None else given.sinks
+        *_, seed, ctx.dropout_p = inputs
+        ctx.save_for_backward(q, k, v, *output, sinks, seed, *operands)
+        ctx.told, ctx.layout = (*told, scale), layout
+        ctx.of_others = [_no_gradient(each) for each in inputs[3:]]
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, sinks, seed, *operands = ctx.saved_tensors
+        of_others = ctx.of_others[: len(ctx.needs_input_grad) - 3]  # none for what was left out
+        if dout is None and dlse is None:
+            return None, None, None, *of_others
+        dout = torch.zeros_like(out) if dout is None else dout
+        by_operator = torch.ops.flashgen.attention_bwd.default
+        told = (*ctx.told, sinks, seed, ctx.dropout_p)
+        found = by_operator(dout, dlse, q, k, v, out, lse, ctx.layout, operands, *told)
+        return *found, *of_others
+
+    _register(NAME, attention_fwd, meta, backward, setup_context)
+    _define_gradients(serve_gradients)
     return torch.ops.flashgen.attention_fwd.default
+
+
+def _no_gradient(given: Any) -> Any:
+    """None for an input, in the structure that torch wants: a list of tensors is one, also an empty list."""
+    if isinstance(given, list) and all(isinstance(each, Tensor) for each in given):
+        return [None] * len(given)
+    return None
+
+
+def _define_gradients(serve: ServeGradients) -> None:
+    """The gradients of q, k and v, in their dtypes and orders in memory."""
+
+    def attention_bwd(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: str,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        given = Given(sinks=sinks, dropout=_dropped(seed, dropout_p))
+        return serve(check(q, k, v, *rules, scale, layout, True, given), out, lse, dout, dlse)
+
+    def meta(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        layout: str, *told: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return tuple(torch_path.empty_output(each, layout, each.shape[3]) for each in (q, k, v))
+
+    def backward(*_: Any) -> None:
+        raise Unsupported(SECOND)
+
+    _register(NAME_GRADIENTS, attention_bwd, meta, backward)
 
 
 def define_packed(serve: ServePacked) -> Any:
     """The same of packed sequences, around `serve(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k, mask, score_mod, scale, return_lse, sinks)`.
+    max_seqlen_k, mask, score_mod, scale, return_lse, sinks, dropout)`.
 
     Nothing in a graph depends on where sequences begin; how many tokens and sequences there are and how long
     they may be are sizes of the graph, which torch lets vary.
@@ -129,11 +221,13 @@ def define_packed(serve: ServePacked) -> Any:
         scale: float,
         return_lse: bool,
         sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         _check_untransformed(NAME_PACKED, "flashgen.attention_varlen")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        result = serve(q, k, v, *places, *rules, scale, return_lse, sinks)
+        result = serve(q, k, v, *places, *rules, scale, return_lse, sinks, _dropped(seed, dropout_p))
         return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
     def meta(
@@ -153,6 +247,8 @@ def define_packed(serve: ServePacked) -> Any:
         scale: float,
         return_lse: bool,
         sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         # Not the places and the longest lengths: comparing these would tie the graph to a call's numbers.
@@ -162,26 +258,30 @@ def define_packed(serve: ServePacked) -> Any:
         rows = (q.shape[1], q.shape[0]) if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
-    _register(NAME_PACKED, attention_varlen_fwd, meta, "flashgen.attention_varlen")
+    def backward(*_: Any) -> None:
+        raise InvalidArgument(
+            f"the operator {NAME_PACKED} has no gradient; call flashgen.attention_varlen, which is computed "
+            "by torch's own operations where one is needed"
+        )
+
+    _register(NAME_PACKED, attention_varlen_fwd, meta, backward)
     return torch.ops.flashgen.attention_varlen_fwd.default
 
 
-def _register(name: str, operator: Callable[..., Any], meta: Callable[..., Any], instead: str) -> None:
-    """Without a gradient: of calls that need one, `instead` is the function to call."""
-
-    def backward(*_: Any) -> None:
-        raise InvalidArgument(
-            f"the operator {name} has no gradient; call {instead}, which is computed by torch's own "
-            "operations where one is needed"
-        )
-
+def _register(
+    name: str,
+    operator: Callable[..., Any],
+    meta: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+) -> None:
     # Not by `custom_op`, which asks `inspect` where the fake stands: 900 calls to the file system, 6 ms of an
     # import on a local disk.
     schema = torch.library.infer_schema(operator, mutates_args=())
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(name, "default", operator)
     torch.library.impl(name, "meta", meta)
-    torch.library.register_autograd(name, backward)
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
 
 
 def _check_untransformed(name: str, instead: str) -> None:
@@ -223,6 +323,7 @@ def traced(
         return_lse,
         *of_quantized,
         **({} if given is None or given.sinks is None else {"sinks": given.sinks}),
+        **({} if given is None else _seed_and_probability(given.dropout)),
     )
     return (out, lse) if return_lse else out
 
@@ -241,6 +342,7 @@ def traced_packed(
     scale: Any,
     return_lse: bool,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Any:
     """The same of packed sequences; `op` is what `define_packed` gives."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -251,7 +353,8 @@ def traced_packed(
     )
     rules = _told(as_mask(mask), as_score_mod(score_mod))
     places = (cu_seqlens_q, cu_seqlens_k, *longest)
-    out, lse = op(q, k, v, *places, *rules, as_scale(scale, q.shape[2]), return_lse, sinks)
+    scale, dropped = as_scale(scale, q.shape[2]), _seed_and_probability(dropout)
+    out, lse = op(q, k, v, *places, *rules, scale, return_lse, sinks, **dropped)
     return (out, lse) if return_lse else out
 
 
@@ -273,11 +376,24 @@ def _tensors_and_factor(quantized: Quantized) -> tuple[Any, ...]:
 
 
 def _given(q: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
-           v_factor: float, out_dtype: torch.dtype | None, sinks: Tensor | None) -> Given | None:  # fmt: skip
+           v_factor: float, out_dtype: torch.dtype | None, sinks: Tensor | None,
+           seed: Tensor | None, dropout_p: float) -> Given | None:  # fmt: skip
     """The inverse of it."""
+    dropout = _dropped(seed, dropout_p)
     if q.dtype != E4M3:
-        return None if sinks is None else Given(sinks=sinks)
-    return Given(q_descale, k_descale, v_factor if v_descale is None else v_descale, out_dtype, sinks)
+        return None if sinks is None and dropout is None else Given(sinks=sinks, dropout=dropout)
+    of_v = v_factor if v_descale is None else v_descale
+    return Given(q_descale, k_descale, of_v, out_dtype, sinks, dropout)
+
+
+def _seed_and_probability(dropout: Dropout | None) -> dict[str, Any]:
+    """What an operator is told of dropout."""
+    return {} if dropout is None else {"seed": dropout.seed, "dropout_p": dropout.probability}
+
+
+def _dropped(seed: Tensor | None, dropout_p: float) -> Dropout | None:
+    """The inverse of it."""
+    return None if seed is None else Dropout(dropout_p, seed)
 
 
 def _rules(

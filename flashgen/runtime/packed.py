@@ -7,13 +7,14 @@ tensors, and where torch's operations wait for them anyway), and everywhere with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashgen.build.dropout import Dropout
 from flashgen.build.quantized import E4M3
 from flashgen.errors import InvalidArgument, LaunchFailed
 from flashgen.runtime.checks import (
@@ -93,7 +94,7 @@ class PackedCall(Call):
             tensors = (self.q[of_q][None], self.k[of_k][None], self.v[of_k][None])
             rules = (self.mask, self.score_mod, self.scale)
             call = Call(*tensors, *rules, "bshd", self.return_lse, sinks=self.sinks, sequence=sequence)
-            made.append(call)
+            made.append(replace(call, dropout=self.dropout))
         return made
 
 
@@ -110,11 +111,13 @@ def check_packed(
     scale: Any,
     return_lse: Any,
     sinks: Any = None,
+    dropout: Dropout | None = None,
     values: bool = False,
 ) -> PackedCall:
     """Everything that can be wrong with a call; int64 places become int32.
 
     Args:
+        dropout: as `checks.as_dropout` made it.
         values: look at places on a GPU, too, which waits for it; not while a CUDA graph is captured.
 
     Raises:
@@ -148,6 +151,7 @@ def check_packed(
         "bshd",
         return_lse,
         sinks=packed_sinks(sinks, q),
+        dropout=dropout,
         cu_q=cu_q,
         cu_k=cu_k,
         max_q=max_q,

@@ -11,7 +11,6 @@ from flashgen.runtime.checks import (
     FULL,
     IS_TRANSFORMED,
     MAX_SCALE,
-    NEEDS_GRADIENT,
     transformed,
 )
 from flashgen.spec import masks
@@ -90,12 +89,10 @@ def _not_served(
         return f"the tensors are not all of one of {', '.join(map(str, _DTYPES))}"
     if key.device != device or value.device != device:
         return "the tensors are on different devices"
-    if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
-        return NEEDS_GRADIENT
     if transformed():
         return IS_TRANSFORMED
-    if dropout_p != 0.0:  # also what is no number
-        return f"dropout_p={dropout_p}: no kernel drops weights"
+    if type(dropout_p) not in (float, int) or not 0 <= dropout_p <= 1:
+        return f"dropout_p={dropout_p} is no probability"
     if enable_gqa is not False and not (enable_gqa is True or isinstance(enable_gqa, _FLAGS)):
         return "enable_gqa is neither True nor False"
     if scale is not None and (type(scale) not in (float, int) or not abs(scale) <= MAX_SCALE):

@@ -7,7 +7,7 @@ without a visible key (output 0, LSE -inf, zero gradients) holds here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from flashgen.build.reference import (
     attention_reference,
     evaluate_rule,
     finished,
+    gradients_reference,
     on_device,
     row_maximum,
     ruled,
@@ -111,6 +112,7 @@ def reference(call: Call) -> tuple[Tensor, Tensor | None]:
         scale=call.scale,
         sinks=sinks,
         sequence=call.sequence,
+        dropout=call.dropout,
     )
     out = empty_output(call.q, call.layout, v.shape[3], call.out_dtype)
     call.bhsd(out).copy_(exact)
@@ -146,16 +148,69 @@ def attention(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-def gradients(call: Call, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from those of the output and, if it has one, the LSE: by `attention`, which is
-    computed once more."""
-    leaves = [each.detach().requires_grad_() for each in (call.q, call.k, call.v)]
-    q, k, v = leaves
-    with torch.enable_grad():
-        out, lse = attention(replace(call, q=q, k=k, v=v, return_lse=dlse is not None))
-    results = [(out, dout)] if lse is None or dlse is None else [(out, dout), (lse, dlse)]
-    dq, dk, dv = torch.autograd.grad([each for each, _ in results], leaves, [each for _, each in results])
+def gradients(
+    call: Call, dout: Tensor, dlse: Tensor | None, of_sinks: bool = False, learned: Sequence[int] = ()
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k and v, and of the sinks if they are wanted, from those of the output and, if it has
+    one, the LSE: by `attention`, which is computed once more. Of q, k and v each lies in memory as
+    `empty_output` of its tensor.
+
+    Args:
+        of_sinks: whether that of the sinks is wanted, which is None otherwise.
+        learned: places of the score rule's tensors whose gradients follow these.
+    """
+    wanted = {"q": call.q, "k": call.k, "v": call.v, **({"sinks": call.sinks} if of_sinks else {})}
+    leaves = {name: each.detach().requires_grad_() for name, each in wanted.items() if each is not None}
+    score_mod, of_rule = call.score_mod, []
+    if learned and score_mod is not None:
+        tensors = [each.detach() for each in score_mod.tensors]
+        of_rule = [tensors[place].requires_grad_() for place in learned]
+        score_mod = score_mod.bind(*tensors)
+    with _differentiable(), torch.enable_grad():
+        again: Any = {**leaves, "score_mod": score_mod, "return_lse": dlse is not None}
+        out, lse = attention(replace(call, **again))
+        results = [(out, dout)] if lse is None or dlse is None else [(out, dout), (lse, dlse)]
+        outputs, given = zip(*results, strict=True)
+        inputs = [*leaves.values(), *of_rule]
+        found = torch.autograd.grad(outputs, inputs, given, materialize_grads=True)
+    made = [like_q(one, each, call.layout) for one, each in zip(found, inputs[:3], strict=False)]
+    return *made, *(() if of_sinks else (None,)), *found[3:]
+
+
+def reference_gradients(call: Call, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by the reference in float32, rounded once: what CPU tensors get, and `empty` calls."""
+    made = [empty_output(each, call.layout, each.shape[3]) for each in (call.q, call.k, call.v)]
+    found = [torch.zeros_like(each) for each in made]
+    if not call.empty:
+        q, k, v, dout = (call.bhsd(each.detach()) for each in (call.q, call.k, call.v, dout))
+        exact = gradients_reference(
+            q,
+            k,
+            v,
+            dout,
+            dlse,
+            mask=call.mask,
+            score_mod=call.score_mod,
+            scale=call.scale,
+            sinks=call.sinks,
+            dropout=call.dropout,
+        )
+        found = [call.bhsd(each) for each in exact]
+    dq, dk, dv = (into.copy_(each) for into, each in zip(made, found, strict=True))
     return dq, dk, dv
+
+
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
+
+
+def _differentiable() -> AbstractContextManager[object]:
+    """Where torch records operations, also within an operator of our own, in which it would not."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    guard: Any = torch._C._ForceDispatchKeyGuard
+    kept: AbstractContextManager[object] = guard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return kept
 
 
 def _without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -214,8 +269,15 @@ def describe(call: Call) -> str:
 
 
 def _says_the_same(call: Call) -> bool:
-    """Whether `scaled_dot_product_attention` serves a call. Its backends know no forward-mode AD."""
+    """Whether `scaled_dot_product_attention` serves a call. Its backends know no forward-mode AD, and their
+    gradients have one order of additions in torch's deterministic mode alone.
+    """
+    if call.deterministic and not torch.are_deterministic_algorithms_enabled():
+        return False
     plain = call.score_mod is None and not call.return_lse and call.scale > 0 and not call.empty
+    # It draws what it drops by itself, and a kernel of the other pass would draw something else. A trace has
+    # no kernel in either, and would hold all scores at once.
+    plain &= call.dropout is None or torch.compiler.is_compiling()
     return plain and call.sinks is None and not transformed()
 
 
@@ -233,7 +295,7 @@ def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = keep.any(-1, keepdim=True)
         keep = keep | ~seen
     # On CUDA only the flash backend takes fewer key heads than heads; the others would write out all scores.
-    grouped = keep is None and q.dtype != torch.float32 and q.shape[3] == v.shape[3]
+    grouped = keep is None and q.dtype != torch.float32 and q.shape[3] == v.shape[3] and not _flash_is_ours()
     enable_gqa = False
     if q.shape[1] != k.shape[1]:
         if grouped:
@@ -241,26 +303,42 @@ def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         else:
             group = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    with _capturable(q):
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=keep, is_causal=is_causal, scale=call.scale, enable_gqa=enable_gqa
-        )
+    dropout_p = 0.0 if call.dropout is None else call.dropout.probability
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": call.scale}
+    with _backends(q):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=enable_gqa, **options)
     return out if seen is None else out.masked_fill(~seen, 0.0)
 
 
-def _capturable(q: Tensor) -> AbstractContextManager[object]:
-    """Without cuDNN while a CUDA graph is captured: it allocates on the first call of a shape, which ends the
-    capture."""
-    if not q.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+def _backends(q: Tensor) -> AbstractContextManager[object]:
+    """Which of torch's kernels may serve a call that ours do not.
+
+    Not cuDNN's while a CUDA graph is captured: it allocates on the first call of a shape, which ends the
+    capture. And not flash attention where that is FlashGen (`integrations/torch`), which would ask itself.
+    """
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return nullcontext()
+    capturing, ours = torch.cuda.is_current_stream_capturing(), _flash_is_ours()
+    if not capturing and not ours:
         return nullcontext()
     settings: Any = torch.backends.cuda
     enabled = {
-        SDPBackend.FLASH_ATTENTION: settings.flash_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: settings.cudnn_sdp_enabled() and not capturing,
+        SDPBackend.FLASH_ATTENTION: settings.flash_sdp_enabled() and not ours,
         SDPBackend.EFFICIENT_ATTENTION: settings.mem_efficient_sdp_enabled(),
         SDPBackend.MATH: settings.math_sdp_enabled(),
     }
     kept: AbstractContextManager[object] = sdpa_kernel([each for each, is_on in enabled.items() if is_on])
     return kept
+
+
+_flash_implementation: Callable[[], str | None] = getattr(
+    torch.nn.attention, "current_flash_attention_impl", lambda: None
+)
+
+
+def _flash_is_ours() -> bool:
+    return not torch.compiler.is_compiling() and _flash_implementation() == "flashgen"
 
 
 def visible(call: Call, rows: slice) -> Tensor:
@@ -302,9 +380,12 @@ def _written_out(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
         scores = with_sink(ruled(scores, mask, call.score_mod, _symbols(call, rows)), sinks)
         maximum = row_maximum(scores)
         weights = torch.exp(scores - maximum)
-        by_group = weights[..., : k.shape[2]].reshape(*grouped.shape[:4], k.shape[2])
+        weights, normaliser = weights[..., : k.shape[2]], weights.sum(-1, keepdim=True)
+        if call.dropout is not None:
+            weights = call.dropout.applied(weights, rows, call.sequence)
+        by_group = weights.reshape(*grouped.shape[:4], k.shape[2])
         products = (by_group @ v[:, :, None]).flatten(1, 2)
-        return finished(maximum, weights.sum(-1, keepdim=True), products)
+        return finished(maximum, normaliser, products)
 
     step = max(1, CHUNK_SCORES // max(1, batch * heads * k.shape[2]))
     if torch.compiler.is_compiling() or step >= q_len:

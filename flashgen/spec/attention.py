@@ -10,7 +10,7 @@ from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec import masks
 from flashgen.spec.form import brief, shown
-from flashgen.spec.rule import Rule
+from flashgen.spec.rule import OPERAND_DTYPES, Rule
 
 DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1}
 """Input dtypes and their size in bytes."""
@@ -79,7 +79,12 @@ class AttentionSpec:
     out_dtype: str = ""
     """Of the output, where it is not the first that `OUT_DTYPES` allows: `result_dtype` is it in any case."""
     sinks: str = ""
-    """Of the sinks, where there are any: a logit for each query head that takes weight and has no value."""
+    """Of the sinks, where there are any: a logit for each query head that takes weight and has no value. Of
+    `bwd`, where their gradient is computed: they take part in the LSE, and nothing else depends on them."""
+    learned: tuple[str, ...] = ()
+    """Of `bwd`: the operands of the score rule whose gradients are wanted too."""
+    dropout: bool = False
+    """Whether weights are dropped at random; with which probability is a runtime argument."""
 
     def __post_init__(self) -> None:
         for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -110,6 +115,7 @@ class AttentionSpec:
             )
         if self.fp32_precision not in ("ieee", "tf32"):
             raise InvalidArgument(f"fp32_precision={shown(self.fp32_precision)} must be 'ieee' or 'tf32'")
+        self._check_learned()
         if self.score_mod is not None:
             names = [
                 {n for n, _ in r.params} | {o.name for o in r.operands} for r in (self.mask, self.score_mod)
@@ -118,6 +124,19 @@ class AttentionSpec:
                 raise InvalidArgument(
                     f"mask and score rule both name {', '.join(sorted(clash))}; "
                     "each parameter and operand of a kernel needs a name of its own"
+                )
+
+    def _check_learned(self) -> None:
+        floats = [
+            operand.name
+            for operand in (self.score_mod.operands if self.score_mod is not None else ())
+            if OPERAND_DTYPES[operand.dtype] == "float"
+        ]
+        for name in self.learned:
+            if self.op != "bwd" or name not in floats:
+                raise InvalidArgument(
+                    f"learned={shown(name)} of op={self.op!r} has no gradient; allowed: of bwd, the floats "
+                    f"that the score rule reads ({', '.join(floats) or 'none'})"
                 )
 
     @property
@@ -162,20 +181,26 @@ class AttentionSpec:
 
     def tuned_as(self) -> AttentionSpec:
         """The spec whose records serve this one: the LSE store, the sign of the scale, which of two 16-bit
-        dtypes the output has and what a sink adds to a row's sum move no optimum.
+        dtypes the output has and what a sink adds to a row's sum move no optimum, and what a score rule
+        learns is too rare to be tuned for. Random numbers do move it: they take as long as the products.
         """
-        if not self.return_lse and self.positive_scale and not self.out_dtype and not self.sinks:
+        if not (self.return_lse or self.out_dtype or self.sinks or self.learned) and self.positive_scale:
             return self
-        return replace(self, return_lse=False, positive_scale=True, out_dtype="", sinks="")
+        return replace(self, return_lse=False, positive_scale=True, out_dtype="", sinks="", learned=())
 
-    def backward(self, lse: bool = False) -> AttentionSpec:
+    def backward(
+        self, lse: bool = False, sinks: bool = False, learned: tuple[str, ...] = ()
+    ) -> AttentionSpec:
         """The spec of this one's gradients. The sign of the scale makes no other kernel, for a weight follows
         from the LSE and no maximum is sought; and sinks are in the LSE.
 
         Args:
             lse: whether the LSE has a gradient, too.
+            sinks: whether that of the sinks is computed.
+            learned: operands of the score rule whose gradients are wanted, too.
         """
-        return replace(self, op="bwd", return_lse=lse, positive_scale=True, sinks="")
+        kept = self.sinks if sinks else ""
+        return replace(self, op="bwd", return_lse=lse, positive_scale=True, sinks=kept, learned=learned)
 
     @property
     def key(self) -> str:
@@ -186,6 +211,8 @@ class AttentionSpec:
         parts = [self.op, dims, self.dtype_label, self.addressing, f"mask[{self.mask.text}]"]
         if self.score_mod is not None:
             parts.append(f"score[{self.score_mod.text}]")
+        if self.dropout:
+            parts.append("dropout")
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -205,6 +232,8 @@ class AttentionSpec:
             else {"name": self.score_mod.name, "text": self.score_mod.text},
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
             **({"sinks": self.sinks} if self.sinks else {}),
+            **({"learned": list(self.learned)} if self.learned else {}),
+            **({"dropout": True} if self.dropout else {}),
         }
 
     @classmethod
@@ -212,6 +241,7 @@ class AttentionSpec:
         """The inverse of `to_json`; expression text is parsed and checked, never executed."""
         fields = dict(data)
         fields["mask"] = Rule.parse("mask", data["mask"]["text"], name=data["mask"]["name"])
+        fields["learned"] = tuple(data.get("learned", ()))
         if data["score_mod"] is not None:
             fields["score_mod"] = Rule.parse(
                 "score", data["score_mod"]["text"], name=data["score_mod"]["name"]

@@ -758,14 +758,19 @@ def _bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
     return Interval(min(values), max(values))
 
 
-def derivative(expr: Expr, wrt: str = "score") -> Expr:
-    """The simplified derivative of `expr` by a symbol; at a kink or a step, that of one side."""
-    return _derivative(simplify(expr), wrt)
+SCORE = Symbol("score")
 
 
-def _derivative(expr: Expr, wrt: str) -> Expr:
-    if isinstance(expr, Symbol):
-        return ONE if expr.name == wrt else ZERO
-    if not isinstance(expr, Apply) or wrt not in free_symbols(expr):
+def derivative(expr: Expr, wrt: Symbol | Load = SCORE) -> Expr:
+    """The simplified derivative of `expr` by a symbol or by what a load reads; at a kink or a step, that of
+    one side.
+    """
+    return _derivative(simplify(expr), simplify(wrt))
+
+
+def _derivative(expr: Expr, wrt: Expr) -> Expr:
+    if expr == wrt:
+        return ONE
+    if not isinstance(expr, Apply) or wrt not in walk(expr):
         return ZERO
     return OPERATIONS[expr.op].derivative(expr, *(_derivative(arg, wrt) for arg in expr.args))

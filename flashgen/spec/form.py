@@ -131,6 +131,8 @@ SPEC: dict[str, Any] = {
     "score_mod": Maybe(_RULE),
     "out_dtype": Absent(Text()),
     "sinks": Absent(Text()),
+    "learned": Absent(ListOf(Text())),
+    "dropout": Absent(Flag()),
 }
 PARAMS = Each(_FLOAT)
 CONFIG = Each((Number(), Text()))

@@ -127,46 +127,57 @@ class Lists:
     """Whether all its pairs are kept: it is FULL."""
     gathers: tuple[Gather, ...]
     """What of the operands has to be read for these two."""
+    axis: str = "k"
+    """What a list is of: blocks of keys for a tile of queries, or with `q` the other way round."""
+
+    @property
+    def across(self) -> str:
+        """The side of the tile that has a list."""
+        return "q" if self.axis == "k" else "k"
 
     def of_tile(
         self,
         env: Mapping[str, Any],
-        rows: tuple[int, int],
+        ends: tuple[int, int],
         block: int,
         length: int,
         read: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """The blocks of keys that hold PARTIAL and FULL tiles of some rows; generated kernels do the same.
+        """The blocks along `axis` that hold PARTIAL and FULL tiles of some queries (of some keys); generated
+        kernels do the same.
 
         A block that reaches past the end is not full, and where no block is needed the first one counts as
         partial: the walk has no case without blocks.
 
         Args:
             env: numbers for the other symbols and the parameters, tables for operands.
-            rows: first and last `q_idx`, both included.
-            block: keys of a block.
-            length: keys of the sequence.
-            read: `of_keys` of the same, where many tiles are asked for.
+            ends: first and last index of the tile, both included.
+            block: size of a block.
+            length: of the sequence along `axis`.
+            read: `of_blocks` of the same, where many tiles are asked for.
         """
-        first, last = rows
-        read = self.of_keys(env, block, length) if read is None else read
-        tile = {**env, "first": first, "last": last, "q_first": first, "q_last": last}
+        first, last = ends
+        read = self.of_blocks(env, block, length) if read is None else read
+        tile = {**env, "first": first, "last": last}
+        tile |= {f"{self.across}_first": first, f"{self.across}_last": last}
         ((lo, _, _, hi),) = resolve((self.within,), tile, block, length)
-        tile |= self._gathered("q", first, last, env)
+        tile |= self._gathered(self.across, first, last, env)
         partial, full = [], []
         for start in range(lo, hi, block):
             end = min(start + block, length) - 1
-            found = {**tile, "k_first": start, "k_last": end, **read[start]}
+            found = {**tile, f"{self.axis}_first": start, f"{self.axis}_last": end, **read[start]}
             if start + block <= length and ex.evaluate(self.every, found):
                 full.append(start // block)
             elif ex.evaluate(self.some, found):
                 partial.append(start // block)
         return partial if partial or full else [0], full
 
-    def of_keys(self, env: Mapping[str, Any], block: int, length: int) -> dict[int, dict[str, Any]]:
-        """What is gathered of each block of keys, by its first key."""
+    def of_blocks(self, env: Mapping[str, Any], block: int, length: int) -> dict[int, dict[str, Any]]:
+        """What is gathered of each block along `axis`, by its first index."""
         starts = range(0, length, block)
-        return {start: self._gathered("k", start, min(start + block, length) - 1, env) for start in starts}
+        return {
+            start: self._gathered(self.axis, start, min(start + block, length) - 1, env) for start in starts
+        }
 
     def _gathered(self, side: str, first: int, last: int, env: Mapping[str, Any]) -> dict[str, Any]:
         ends: dict[str, Any] = {}
@@ -186,6 +197,9 @@ def lists(rule: Rule, axis: str = "k") -> Lists | None:
     interval arithmetic can: it compares integers, such as what it reads of the query with what it reads of
     the key, or reads a truth value of blocks of both. A remainder is no reason: a tile holds all remainders
     of what varies within it, and would be listed whole. Neither is a truth value that is read of each key.
+
+    Args:
+        axis: as for `ranges`; what is solved along one may be none along the other (`2 * q_idx >= k_idx`).
     """
     found = _alternatives(rule, axis)
     solver = _Solver(rule, axis)
@@ -196,7 +210,7 @@ def lists(rule: Rule, axis: str = "k") -> Lists | None:
     spans = Spans(rule.types)
     span = spans.of(rule.expr)
     within = EVERYTHING if found is None else _hull(found)
-    return Lists(within, span.hi, span.lo, tuple(spans.gathers.values()))
+    return Lists(within, span.hi, span.lo, tuple(spans.gathers.values()), axis)
 
 
 def _alternatives(rule: Rule, axis: str) -> list[Range] | None:
@@ -278,7 +292,7 @@ def visited(
     """
     q_len, k_len = env["q_len"], env["k_len"]
     listed, solved = lists(rule), ranges(rule, "k")
-    read = {} if listed is None else listed.of_keys(env, block_n, k_len)
+    read = {} if listed is None else listed.of_blocks(env, block_n, k_len)
     for first in range(0, q_len, block_m):
         last = min(first + block_m, q_len) - 1
         if listed is not None:

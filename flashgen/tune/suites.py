@@ -220,6 +220,7 @@ def make_workload(
     head_dim_v: int | None = None,
     score_mod: ScoreMod | None = None,
     sinks: str = "",
+    dropout: bool = False,
     documents: int = 0,
 ) -> Workload:
     """A workload whose mask and score rule carry their numbers."""
@@ -230,6 +231,7 @@ def make_workload(
         mask=mask.rule,
         score_mod=None if score_mod is None else score_mod.rule,
         sinks=sinks,
+        dropout=dropout,
     )
     bounds = [bound for bound in (mask, score_mod) if bound is not None]
     params = tuple(
@@ -253,6 +255,7 @@ def workloads_from_args(
     batch: int | None = None,
     head_dim_v: int | None = None,
     sinks: str = "",
+    dropout: bool = False,
 ) -> tuple[Workload, ...]:
     """Workloads from explicit sizes: one for each combination of the arguments that are sequences.
 
@@ -261,7 +264,7 @@ def workloads_from_args(
         seq: query length; also the key length unless `k_len` is given.
         mask, score_mod: as `spec.masks.parse_mask` and `spec.score_mods.parse_score_mod` read them.
         batch: by default 16384 / seq, at least 1.
-        sinks: as of `AttentionSpec`.
+        sinks, dropout: as of `AttentionSpec`.
 
     Raises:
         InvalidArgument: a size, name or dtype that is not served; it is named.
@@ -284,6 +287,7 @@ def workloads_from_args(
             head_dim_v=head_dim_v,
             score_mod=rule,
             sinks=sinks,
+            dropout=dropout,
         )
         for dim, each, length in itertools.product(_several(head_dim), parsed, _several(seq))
     )

@@ -13,6 +13,7 @@ from flashgen.build.reference import (
     attention_reference,
     gradients_reference,
     online_attention,
+    packed_gradients_reference,
     packed_reference,
 )
 from flashgen.errors import InvalidArgument
@@ -290,6 +291,24 @@ def test_packed_sequences_are_blocks_of_a_diagonal() -> None:
     expected = torch.einsum("hqk,khd->qhd", weights, v.double().repeat_interleave(2, 1))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+def test_gradients_of_packed_sequences_are_autograds() -> None:
+    q_lengths, k_lengths = (4, 0, 3, 7), (5, 2, 0, 6)
+    q, k, v, dout = (
+        torch.randn(n, h, 16, dtype=torch.float64) for n, h in ((14, 4), (13, 2), (13, 2), (14, 4))
+    )
+    dlse = torch.randn(4, 14, dtype=torch.float64)
+    cu = [[sum(each[:n]) for n in range(5)] for each in (q_lengths, k_lengths)]
+    lengths = torch.tensor([3, 2, 0, 6], dtype=torch.int32)
+    rules = {"mask": causal() & key_padding(lengths), "score_mod": softcap(2.0), "dtype": torch.float64}
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out, lse = packed_reference(*leaves, *cu, **rules)
+    wanted = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    with torch.no_grad():
+        found = packed_gradients_reference(q, k, v, dout, dlse, *cu, **rules)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_rules_know_which_packed_sequence_they_are_asked_for() -> None:

@@ -558,7 +558,7 @@ def stride(of: dict[str, Any]) -> dict[str, Any]:
         (artifact(lambda a: a.update(num_warps=0)), "kernels[0].artifact.num_warps must not be 0"),
         (
             abi(lambda a: a["grid"].update(rule="x")),
-            "unknown grid.rule 'x'; known: key_tiles, packed_persistent, packed_row_tiles, persistent",
+            "unknown grid.rule 'x'; known: heads, key_tiles, key_tiles_of_a_sequence, key_tiles_of_h",
         ),
         (abi(lambda a: a["facts"].update(wide=None)), "artifact.abi.facts.wide must not be None"),
         (abi(lambda a: a["facts"].update(wide=True)), "type='i32' cannot take"),

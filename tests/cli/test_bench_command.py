@@ -103,8 +103,20 @@ def test_backward_names_the_gradients_of_what_is_named() -> None:
     assert backward.words == f"{forward.words} --backward"
     assert {w.spec.op for w in Selection(suite=("llama3-8b",), backward=True).workloads()} == {"bwd"}
     assert not Selection(backward=True)
-    with pytest.raises(InvalidArgument, match="gradients of packed sequences have no kernel yet"):
-        Selection(**named, varlen=1000, backward=True).workloads()
+    (packed,) = Selection(**named, varlen=1000, backward=True).workloads()
+    assert packed.spec.op == "bwd" and packed.spec.packed
+
+
+def test_backward_passes_of_packed_sequences_are_compared() -> None:
+    (work,) = Selection(head_dim=32, heads=2, kv_heads=1, seq=(64,), varlen=150, backward=True).workloads()
+    launches, families, errors, left_out, _ = bench.ready(work, "cpu", ["flashgen", "fa2"])
+    assert list(launches) == ["flashgen"] and families == {"flashgen": "torch"} and set(left_out) == {"fa2"}
+    assert [each.shape for each in launches["flashgen"]()] == [
+        (1, 2, 150, 32),
+        (1, 1, 150, 32),
+        (1, 1, 150, 32),
+    ]
+    assert 0 < errors["flashgen"] < 0.05
 
 
 def test_8_bit_inputs_are_compared_with_their_values_in_16_bits() -> None:

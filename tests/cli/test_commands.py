@@ -111,6 +111,11 @@ def selected(*words: str) -> tuple[Workload, ...]:
     return Selection(**{field.name: given[field.name] for field in dataclasses.fields(Selection)}).workloads()
 
 
+def test_dropout_is_part_of_what_is_meant() -> None:
+    for words, dropped in (((), False), (("--dropout",), True), (("--dropout", "--backward"), True)):
+        assert selected("--seq", "512", *words)[0].spec.dropout is dropped
+
+
 def test_several_suites_are_one_list_without_repetitions() -> None:
     words = ("--suite", "ci", "--suite", "gpt2", "--suite", "ci")
     assert selected(*words) == (*suite_workloads("ci"), *suite_workloads("gpt2"))

@@ -35,6 +35,10 @@ PACKED = abi("c2x1n128s2g4p4_late_lazy_tree_lane_dynamic")
         (Grid("row_tiles", 4, 16), (1, 32, 1), 2),
         (Grid("row_tiles_of_a_sequence", 128), (2, 8, 300), 3 * 2),
         (Grid("row_tiles_of_a_sequence", 192), (3, 128, 193), 2 * 3),
+        (Grid("key_tiles_of_a_sequence", 128), (2, 8, 300), 3 * 2),
+        (Grid("key_tiles_of_heads", 128), (2, 8, 300), 3 * 2 * 8),
+        (Grid("packed_key_tiles", 64), (5, 2, 300), (4 + 5) * 2),
+        (Grid("heads", 1), (2, 8, 300), 8),
         (Grid("persistent", 128), (2, 8, 300), 48),
         (Grid("persistent", 128), (2, 8, 1057), SMS),
         (Grid("persistent", 128), (1, 33, 512), SMS),
@@ -86,7 +90,8 @@ def test_a_grid_that_no_family_has_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"grid.pack=65 "):
         replace(PACKED, grid=Grid("persistent", 32, 65))
     with pytest.raises(
-        UnknownName, match="known: key_tiles, packed_persistent, packed_row_tiles, persistent, row_tiles"
+        UnknownName,
+        match="known: heads, key_tiles, key_tiles_of_a_sequence, key_tiles_of_heads, packed_key_tiles, pack",
     ):
         replace(PACKED, grid=Grid("tiles", 32, 4))
 

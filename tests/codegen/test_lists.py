@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.codegen.abi import AXES, Abi
+from flashgen.codegen.abi import AXES, GRID_RULES, Abi
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import KernelSource, Toolchain, render
 from flashgen.spec.attention import AttentionSpec, CallFacts
@@ -32,6 +32,33 @@ def test_masks_of_ranges_have_no_lists(family: str, text: str) -> None:
     made = source(family, parse_mask(text).rule)
     assert (made.parts, made.scratch) == ((), ())
     assert "LISTS" not in made.text and "classify" not in made.text
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_gradients_have_lists_along_either_side(by_head: bool) -> None:
+    spec = AttentionSpec(64, 64, "bf16", BY_HEAD if by_head else parse_mask("causal & document").rule)
+    made = render(
+        spec.backward(), FAMILIES["attention_bwd"].find("m128n32w8s2_tma_heads"), Toolchain("3.6.0")
+    )
+    parts = {part.name: part for part in made.parts}
+    assert list(parts) == ["prepare_rows", "classify_tiles", "classify_keys", "gradients_of_keys"]
+    sizes = {"batch": 3, "heads": 8, "q_len": 1000, "k_len": 257, "": 1}
+    of_rows, of_keys = (
+        [extent.of(sizes[extent.size]) for extent in buffer.extents] for buffer in made.scratch[2:]
+    )
+    heads = 8 if by_head else 1
+    assert of_rows == [3, heads, 8, 9 + 3] and of_keys == [3, heads, 3, 32 + 3]
+    facts, blocks = CallFacts(), []
+    for name, walks in (("classify_tiles", None), ("classify_keys", "gradients_of_keys")):
+        abi, main = made.abi(facts, parts[name]), made.abi(facts, parts[walks] if walks else None)
+        taken, walked = (
+            {arg.source for arg in each.args if arg.source.startswith("scratch.lists")}
+            for each in (abi, main)
+        )
+        assert taken == walked and len(taken) == 3 + by_head
+        rows = sizes[GRID_RULES[abi.grid.rule][2]]
+        blocks.append(abi.grid.blocks(3, 8, rows, 132))
+    assert blocks == [3 * heads * 8, 3 * heads * 3]
 
 
 BY_HEAD = Rule.parse("mask", "q_idx // 8 - k_idx // 8 < reach[kv_head] where reach: i32")

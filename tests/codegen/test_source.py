@@ -19,6 +19,7 @@ from flashgen.codegen.source import KernelSource, Toolchain, kernel_hash, render
 from flashgen.spec import masks, score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.rule import Rule
+from flashgen.spec.score_mods import parse_score_mod
 from flashgen.spec.target import TARGETS, find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -38,9 +39,13 @@ def sm90(spec: AttentionSpec, config: str) -> KernelSource:
 
 
 def bwd(
-    spec: AttentionSpec, config: str, lse: bool = False, toolchain: Toolchain = TOOLCHAIN
+    spec: AttentionSpec,
+    config: str,
+    lse: bool = False,
+    toolchain: Toolchain = TOOLCHAIN,
+    learned: tuple[str, ...] = (),
 ) -> KernelSource:
-    return source(spec.backward(lse), config, toolchain, BWD)
+    return source(spec.backward(lse, bool(spec.sinks), learned), config, toolchain, BWD)
 
 
 CAUSAL = AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True)
@@ -120,6 +125,11 @@ SAMPLES = {
     "split_sinks": source(
         AttentionSpec(64, 64, "bf16", masks.causal().rule, sinks="fp32"), "m16n64w4s2k16_tma_heads"
     ),
+    "dropout_sinks": source(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True, sinks="bf16", dropout=True),
+        "m128n64w8s2_tma_heads",
+    ),
+    "split_dropout": source(AttentionSpec(64, 64, "bf16", dropout=True), "m16n64w4s2k16_tma_heads"),
     "sm90_window_sinks": sm90(
         AttentionSpec(64, 64, "bf16", masks.sliding_window(127, 0).rule, return_lse=True, sinks="bf16"),
         "c1x2n64s4g4p8_late_lazy_tree_lane_dynamic",
@@ -155,8 +165,38 @@ SAMPLES = {
         ),
         "m64n64w4s2_tma_heads",
     ),
+    "bwd_learned_alibi_bias": bwd(
+        AttentionSpec(
+            64, 64, "bf16", masks.causal().rule, parse_score_mod('alibi, bias("hqk", "bf16")').rule
+        ),
+        "m64n64w8s2_tma_heads",
+        learned=("slopes", "bias"),
+    ),
+    "bwd_learned_distances": bwd(
+        AttentionSpec(
+            64,
+            64,
+            "fp16",
+            score_mod=Rule.parse(
+                "score", "w[k_idx] * score + t[head, abs(q_pos - k_idx)] where w: fp32, t: fp32", name="near"
+            ),
+        ),
+        "m64n64w8s2_tma_heads",
+        learned=("w", "t"),
+    ),
+    "bwd_varlen_sinks": bwd(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
+        "m64n64w4s2_tma_heads",
+    ),
+    "bwd_varlen_pointer": bwd(
+        AttentionSpec(64, 64, "fp16", masks.document().rule, addressing="varlen"),
+        "m64n32w4s2_pointer_rows",
+    ),
     "bwd_interpreter": bwd(
         AttentionSpec(16, 16, "bf16"), "m32n32w4s1_tma_heads", toolchain=Toolchain("3.6.0", True)
+    ),
+    "bwd_dropout": bwd(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, dropout=True), "m64n64w8s2_tma_heads"
     ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),

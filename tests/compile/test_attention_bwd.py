@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,51 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.masks import parse_mask
+from flashgen.spec.score_mods import parse_score_mod
 from flashgen.spec.target import find_target
 
 FAMILY = FAMILIES["attention_bwd"]
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("addressing", ["dense", "varlen"])
+@pytest.mark.parametrize("mask", ["full", "causal", "causal & document"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("target_name", "product"), [("nvidia-a100", "HMMA"), ("nvidia-h200", "HGMMA")])
 def test_loops_of_the_defaults_keep_their_registers(
-    target_name: str, product: str, head_dim: int, mask: str, tmp_path: Path
+    target_name: str, product: str, head_dim: int, mask: str, addressing: str, tmp_path: Path
 ) -> None:
     """What is spilled between the loops, once for each head, is a few instructions of thousands."""
-    spec = AttentionSpec(head_dim, head_dim, "bf16", parse_mask(mask).rule).backward()
+    rule = parse_mask(mask).rule
+    spec = AttentionSpec(head_dim, head_dim, "bf16", rule, addressing=addressing).backward()
     target, facts = find_target(target_name), CallFacts()
     config = FAMILY.default(spec, target, facts)
     artifact = compile_kernel(render(spec, config, toolchain()), facts, target, tmp_path)
-    prepare, of_keys = artifact.before
-    assert prepare.spill_bytes == 0
+    *others, of_keys = artifact.before
+    assert not any(each.spill_bytes for each in others)
     for each in (of_keys, artifact):
         text = sass(each.cubin)
         assert product in text
-        limit = 0 if head_dim == 64 else SPILLS_LEFT_TO_THE_CLOCK
+        limit = 0 if (head_dim, addressing) == (64, "dense") else SPILLS_LEFT_TO_THE_CLOCK
         assert spills_in_loops(text) <= limit, f"{config.name}: {each.name}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [("alibi", 0), ('bias("bhqk")', 0), ('bias("hqk", "bf16")', 32), ('relative("fp32", 128)', 4)],
+)
+def test_what_a_rule_learns_keeps_the_registers_of_the_loop(
+    text: str, most: int, head_dim: int, tmp_path: Path
+) -> None:
+    """Pairs add one by one, 16 of a thread in both loops; of a block's diagonals a thread adds one or two."""
+    rule, target, facts = parse_score_mod(text).rule, find_target("nvidia-h200"), CallFacts()
+    spec = AttentionSpec(head_dim, head_dim, "bf16", parse_mask("causal").rule, rule)
+    learning = spec.backward(learned=tuple(operand.name for operand in rule.operands))
+    config = FAMILY.default(learning, target, facts)
+    artifact = compile_kernel(render(learning, config, toolchain()), facts, target, tmp_path)
+    text = sass(artifact.cubin)
+    assert "HGMMA" in text and spills_in_loops(text) == 0
+    assert len(re.findall(r"\bRED[A-Z.]*ADD\.F32", text)) == most
+    assert artifact.shared_bytes <= FAMILY.shared_bytes(config, learning, target).most
+    frozen = render(spec.backward(), config, toolchain())
+    assert "d_score" not in frozen.text and "add_by_diagonals" not in frozen.text

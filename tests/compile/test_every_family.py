@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,15 @@ pytestmark = pytest.mark.lane
 ALIGNED = CallFacts()
 STRIDED = CallFacts("strided", tma=False, wide=True)
 SOFTCAP = parse_score_mod("softcap(30.0)").rule
+LEARNED = parse_score_mod('alibi, bias("hqk", "bf16"), bias("bk"), relative("fp16", 64)').rule
 
 MEASURED = (3, 6)
 """The triton that the defaults were measured with; under another one may spill, and then this must not."""
 SMALLER = {"attention_fwd_sm90": "c2x1n64s2g4p1_late_always_tree_row_plain"}
 
+PACKED = AttentionSpec(
+    96, 64, "bf16", parse_mask("causal & document").rule, addressing="varlen", sinks="fp32"
+)
 CASES = [
     ("nvidia-a100", ALIGNED, AttentionSpec(64, 64, "fp16", parse_mask("causal").rule)),
     ("nvidia-a10", STRIDED, AttentionSpec(192, 128, "bf16", parse_mask("causal").rule)),
@@ -70,6 +75,49 @@ CASES = [
         AttentionSpec(256, 256, "bf16", parse_mask("causal & document").rule).backward(),
     ),
     ("nvidia-rtx4090", ALIGNED, AttentionSpec(64, 64, "fp32", parse_mask("causal").rule).backward()),
+    *(
+        (
+            name,
+            ALIGNED,
+            AttentionSpec(64, 64, "bf16", parse_mask("sliding_window(7, 3)").rule, sinks="bf16").backward(
+                lse=True, sinks=True
+            ),
+        )
+        for name in ("nvidia-a100", "nvidia-h200")
+    ),
+    *(
+        (
+            name,
+            facts,
+            PACKED.backward(lse=True, sinks=True),
+        )
+        for name, facts in (("nvidia-a100", ALIGNED), ("nvidia-h200", ALIGNED), ("nvidia-h200", STRIDED))
+    ),
+    *(
+        (
+            target,
+            facts,
+            AttentionSpec(128, 64, "bf16", parse_mask("causal").rule, LEARNED).backward(
+                learned=tuple(operand.name for operand in LEARNED.operands)
+            ),
+        )
+        for target, facts in (("nvidia-a100", STRIDED), ("nvidia-b200", ALIGNED))
+    ),
+    *(
+        (
+            "nvidia-h200",
+            facts,
+            replace(spec, dropout=True).backward(True, bool(spec.sinks), learned),
+        )
+        for facts in (ALIGNED, STRIDED)
+        for spec, learned in (
+            (PACKED, ()),
+            (
+                AttentionSpec(64, 64, "bf16", parse_mask("causal & document").rule, LEARNED, sinks="fp32"),
+                tuple(operand.name for operand in LEARNED.operands),
+            ),
+        )
+    ),
 ]
 
 

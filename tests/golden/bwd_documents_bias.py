@@ -12,8 +12,143 @@ import triton.language as tl
 TILE = tl.constexpr(64)  # of keys, or of rows, that a program computes
 BLOCK = tl.constexpr(64)  # of rows, or of keys, that it walks
 ROWS = tl.constexpr(32)  # of a program of prepare_rows
+BLOCKS_AT_ONCE = tl.constexpr(128)  # for each step of a program that classifies
 LOG2E = tl.constexpr(1.4426950408889634)
-LAUNCH = dict(num_warps=4, num_stages=2)  # but for prepare_rows
+LAUNCH = dict(num_warps=4, num_stages=2)  # of gradients_of_keys and of the last kernel
+
+
+@triton.jit
+def classify_tiles(
+    LISTS, stride_lb, stride_lm,
+    q_len, k_len,
+    mask_doc_ids, mask_doc_ids__stride_0, mask_doc_ids__stride_1,
+):
+    # One program classifies the blocks of keys for BLOCK_M query rows, of all heads. Of a block it knows the
+    # first and the last position, and the least and the greatest of what the mask reads there.
+    BLOCK_M: tl.constexpr = TILE
+    BLOCK_N: tl.constexpr = BLOCK
+    row_tiles = tl.cdiv(q_len, BLOCK_M)
+    blocks = tl.cdiv(k_len, BLOCK_N)
+    start_m = tl.program_id(0) % row_tiles * BLOCK_M
+    batch = tl.program_id(0) // row_tiles
+    first = start_m
+    last = tl.minimum(start_m + BLOCK_M, q_len) - 1
+    listed = LISTS + batch.to(tl.int64) * stride_lb + (start_m // BLOCK_M).to(tl.int64) * stride_lm
+
+    q_idx = tl.minimum(start_m + tl.arange(0, 64), last)
+    q_pos = q_idx + (k_len - q_len)  # row i's position in the key sequence
+    doc_ids__q = tl.load(
+        mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
+        + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1,
+    )
+    doc_ids__q_least = tl.min(doc_ids__q, 0)
+    doc_ids__q_most = tl.max(doc_ids__q, 0)
+
+    lo = tl.minimum(tl.maximum(tl.where(last + k_len >= q_len, 0, k_len), 0), k_len) // BLOCK_N * BLOCK_N
+    hi = tl.minimum(last + k_len - q_len + 1, k_len)
+    partial = 0
+    full = 0
+    for start in range(lo // BLOCK_N, tl.cdiv(hi, BLOCK_N), BLOCKS_AT_ONCE):
+        block = start + tl.arange(0, BLOCKS_AT_ONCE)
+        there = block * BLOCK_N < hi
+        k_first = tl.minimum(block * BLOCK_N, k_len - 1)
+        k_last = tl.minimum(k_first + BLOCK_N, k_len) - 1
+        k_idx = tl.minimum(k_first[:, None] + tl.arange(0, BLOCK_N)[None, :], k_len - 1)
+        doc_ids__k = tl.load(
+            mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1,
+        )
+        doc_ids__k_least = tl.min(doc_ids__k, 1)
+        doc_ids__k_most = tl.max(doc_ids__k, 1)
+        some = (
+            (last + k_len - q_len >= k_first) & (last + k_len - q_len >= 0) & ((doc_ids__q_least <=
+            doc_ids__k_most) & (doc_ids__k_least <= doc_ids__q_most))
+        )
+        every = (
+            (first + k_len - q_len >= k_last) & (first + k_len - q_len >= 0) & ((doc_ids__q_least ==
+            doc_ids__k_most) & (doc_ids__q_most == doc_ids__k_least))
+        )
+        is_full = there & every & (block < k_len // BLOCK_N)  # one that reaches past the end is never full
+        is_partial = there & some & ~is_full
+        tl.store(listed + 1 + partial + tl.cumsum(is_partial.to(tl.int32), 0), block, mask=is_partial)
+        tl.store(listed + 2 + blocks - full - tl.cumsum(is_full.to(tl.int32), 0), block, mask=is_full)
+        partial += tl.sum(is_partial.to(tl.int32), 0)
+        full += tl.sum(is_full.to(tl.int32), 0)
+
+    # One block at least is visited, so that rows without any key need no case: all of it is masked.
+    none = partial + full == 0
+    tl.store(listed, tl.where(none, 1, partial))
+    tl.store(listed + 1, full)
+    tl.store(listed + 2, 0, mask=none)
+
+
+@triton.jit
+def classify_keys(
+    LISTS, stride_lb, stride_ln,
+    q_len, k_len,
+    mask_doc_ids, mask_doc_ids__stride_0, mask_doc_ids__stride_1,
+):
+    # One program classifies the blocks of rows for BLOCK_N keys, of all heads. Of a block it knows the
+    # first and the last position, and the least and the greatest of what the mask reads there.
+    BLOCK_M: tl.constexpr = BLOCK
+    BLOCK_N: tl.constexpr = TILE
+    key_tiles = tl.cdiv(k_len, BLOCK_N)
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    start_n = tl.program_id(0) % key_tiles * BLOCK_N
+    batch = tl.program_id(0) // key_tiles
+    first = start_n
+    last = tl.minimum(start_n + BLOCK_N, k_len) - 1
+    listed = LISTS + batch.to(tl.int64) * stride_lb + (start_n // BLOCK_N).to(tl.int64) * stride_ln
+
+    k_idx = tl.minimum(start_n + tl.arange(0, 64), last)
+    doc_ids__k = tl.load(
+        mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
+        + k_idx.to(tl.int64) * mask_doc_ids__stride_1,
+    )
+    doc_ids__k_least = tl.min(doc_ids__k, 0)
+    doc_ids__k_most = tl.max(doc_ids__k, 0)
+
+    lo = (
+        tl.minimum(tl.maximum(tl.maximum(first + q_len - k_len, q_len - k_len), 0), q_len)
+        // BLOCK_M
+        * BLOCK_M
+    )
+    hi = q_len
+    partial = 0
+    full = 0
+    for start in range(lo // BLOCK_M, tl.cdiv(hi, BLOCK_M), BLOCKS_AT_ONCE):
+        block = start + tl.arange(0, BLOCKS_AT_ONCE)
+        there = block * BLOCK_M < hi
+        q_first = tl.minimum(block * BLOCK_M, q_len - 1)
+        q_last = tl.minimum(q_first + BLOCK_M, q_len) - 1
+        q_idx = tl.minimum(q_first[:, None] + tl.arange(0, BLOCK_M)[None, :], q_len - 1)
+        q_pos = q_idx + (k_len - q_len)  # row i's position in the key sequence
+        doc_ids__q = tl.load(
+            mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
+            + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1,
+        )
+        doc_ids__q_least = tl.min(doc_ids__q, 1)
+        doc_ids__q_most = tl.max(doc_ids__q, 1)
+        some = (
+            (q_last + k_len - q_len >= first) & (q_last + k_len - q_len >= 0) & ((doc_ids__q_least
+            <= doc_ids__k_most) & (doc_ids__k_least <= doc_ids__q_most))
+        )
+        every = (
+            (q_first + k_len - q_len >= last) & (q_first + k_len - q_len >= 0) & ((doc_ids__q_least
+            == doc_ids__k_most) & (doc_ids__q_most == doc_ids__k_least))
+        )
+        is_full = there & every & (block < q_len // BLOCK_M)  # one that reaches past the end is never full
+        is_partial = there & some & ~is_full
+        tl.store(listed + 1 + partial + tl.cumsum(is_partial.to(tl.int32), 0), block, mask=is_partial)
+        tl.store(listed + 2 + blocks - full - tl.cumsum(is_full.to(tl.int32), 0), block, mask=is_full)
+        partial += tl.sum(is_partial.to(tl.int32), 0)
+        full += tl.sum(is_full.to(tl.int32), 0)
+
+    # One block at least is visited, so that rows without any key need no case: all of it is masked.
+    none = partial + full == 0
+    tl.store(listed, tl.where(none, 1, partial))
+    tl.store(listed + 1, full)
+    tl.store(listed + 2, 0, mask=none)
 
 
 @triton.jit
@@ -62,6 +197,7 @@ def gradients_of_keys(
     DK, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     DV, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     heads, heads_per_kv, q_len, k_len, scale,
+    LISTS, stride_lb, stride_ln,
     mask_doc_ids, mask_doc_ids__stride_0, mask_doc_ids__stride_1,
     score_bias, score_bias__stride_1, score_bias__stride_2, score_bias__stride_3,
 ):
@@ -83,7 +219,6 @@ def gradients_of_keys(
     k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
     v = V.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
     k_idx = cols[:, None]
-    first = start_n
     dk = tl.zeros([BLOCK_N, 64], tl.float32)
     dv = tl.zeros([BLOCK_N, 64], tl.float32)
 
@@ -96,15 +231,16 @@ def gradients_of_keys(
             + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
 
-        # Rows to visit; which of the keys each keeps is asked of it.
-        lo = (
-            tl.minimum(tl.maximum(tl.maximum(first + q_len - k_len, q_len - k_len), 0), q_len)
-            // BLOCK_M
-            * BLOCK_M
-        )
-        hi = q_len
+        # Which blocks of rows to visit is listed: some see the keys in part, and some as a whole, with no
+        # element mask.
+        listed = LISTS + batch.to(tl.int64) * stride_lb + (start_n // BLOCK_N).to(tl.int64) * stride_ln
 
-        for start_m in range(lo, hi, BLOCK_M):
+        place = listed + 2
+        block = tl.load(place)
+        for _ in range(tl.load(listed)):
+            start_m = block * BLOCK_M
+            place += 1
+            block = tl.load(place)  # the next one, asked for while this one is computed
             rows = start_m + tl.arange(0, BLOCK_M)
             q_idx = rows[None, :]
             q_pos = rows[None, :] + (k_len - q_len)  # row i's position in the key sequence
@@ -135,6 +271,32 @@ def gradients_of_keys(
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk)
 
+        place = listed + 1 + tl.cdiv(q_len, BLOCK_M)
+        block = tl.load(place)
+        for _ in range(tl.load(listed + 1)):
+            start_m = block * BLOCK_M
+            place -= 1
+            block = tl.load(place)  # the next one, asked for while this one is computed
+            rows = start_m + tl.arange(0, BLOCK_M)
+            q_idx = rows[None, :]
+            q = Q.load([batch, head, start_m, 0]).reshape(BLOCK_M, 64)
+            score = tl.dot(k, tl.trans(q))
+            lse = tl.load(ROW_LSE + of_head + rows)
+            score_bias__pair = tl.load(
+                score_bias + head.to(tl.int64) * score_bias__stride_1
+                + q_idx.to(tl.int64) * score_bias__stride_2 + k_idx.to(tl.int64) * score_bias__stride_3,
+                mask=(q_idx < q_len) & (k_idx < k_len), other=0,
+            )
+            score_bias__pair = score_bias__pair.to(tl.float32)
+            score = score * scale
+            p = tl.exp2((score + score_bias__pair) * LOG2E - lse[None, :])
+            dout = DOUT.load([batch, head, start_m, 0]).reshape(BLOCK_M, 64)
+            dv = tl.dot(p.to(dout.dtype), dout, dv)
+            dp = tl.dot(v, tl.trans(dout))
+            delta = tl.load(DELTA + of_head + rows)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk)
+
     tl.store(
         DK + cols[:, None] * stride_dkn + dims[None, :] * stride_dkd,
         (dk * scale).to(DK.dtype.element_ty),
@@ -156,6 +318,7 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
     ROW_LSE, DELTA,
     DQ, stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     heads, heads_per_kv, q_len, k_len, scale,
+    LISTS, stride_lb, stride_lm,
     mask_doc_ids, mask_doc_ids__stride_0, mask_doc_ids__stride_1,
     score_bias, score_bias__stride_1, score_bias__stride_2, score_bias__stride_3,
 ):
@@ -185,15 +348,18 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         + (tl.maximum(q_pos, 0)).to(tl.int64) * mask_doc_ids__stride_1, mask=q_idx < q_len, other=0,
     )
     mask__end = tl.where(q_pos >= 0, tl.minimum(q_pos + 1, k_len), 0)
-    last = tl.minimum(start_m + BLOCK_M, q_len) - 1
 
-    # Keys to visit; which of them a row keeps is asked of each.
-    lo = tl.minimum(tl.maximum(tl.where(last + k_len >= q_len, 0, k_len), 0), k_len) // BLOCK_N * BLOCK_N
-    hi = tl.minimum(last + k_len - q_len + 1, k_len)
+    # Which blocks of keys to visit is listed: some kept in part, and some by every row, with no element mask.
+    listed = LISTS + batch.to(tl.int64) * stride_lb + (start_m // BLOCK_M).to(tl.int64) * stride_lm
 
     dq = tl.zeros([BLOCK_M, 64], tl.float32)
 
-    for start_n in range(lo, hi, BLOCK_N):
+    place = listed + 2
+    block = tl.load(place)
+    for _ in range(tl.load(listed)):
+        start_n = block * BLOCK_N
+        place += 1
+        block = tl.load(place)  # the next one, asked for while this one is computed
         cols = start_n + tl.arange(0, BLOCK_N)
         k_idx = cols[None, :]
         k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
@@ -212,6 +378,28 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         )
         keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         p = tl.where(keep, p, 0.0)
+        v = V.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
+        dp = tl.dot(dout, tl.trans(v))
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+
+    place = listed + 1 + tl.cdiv(k_len, BLOCK_N)
+    block = tl.load(place)
+    for _ in range(tl.load(listed + 1)):
+        start_n = block * BLOCK_N
+        place -= 1
+        block = tl.load(place)  # the next one, asked for while this one is computed
+        cols = start_n + tl.arange(0, BLOCK_N)
+        k_idx = cols[None, :]
+        k = K.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
+        score = tl.dot(q, tl.trans(k))
+        score_bias__pair = tl.load(
+            score_bias + head.to(tl.int64) * score_bias__stride_1 + q_idx.to(tl.int64) * score_bias__stride_2
+            + k_idx.to(tl.int64) * score_bias__stride_3, mask=(q_idx < q_len) & (k_idx < k_len), other=0,
+        )
+        score_bias__pair = score_bias__pair.to(tl.float32)
+        score = score * scale
+        p = tl.exp2((score + score_bias__pair) * LOG2E - lse[:, None])
         v = V.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, 64)
         dp = tl.dot(dout, tl.trans(v))
         ds = p * (dp - delta[:, None])

@@ -87,8 +87,8 @@ def attention_fwd_varlen_d64_document_fp16_m64n64w4s3_pointer_rows(
         score = tl.dot(q, tl.trans(k))
         keep = (
             (k_idx < mask__end) & (mask_doc_ids__q == tl.load(mask_doc_ids + batch.to(tl.int64) *
-            mask_doc_ids__stride_0 + mask_doc_ids__stride_1.to(tl.int64) * start_n + (k_idx -
-            start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0))
+            mask_doc_ids__stride_0 + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx <
+            k_len, other=0))
         )
         score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)

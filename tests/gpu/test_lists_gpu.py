@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import test_attention_bwd_gpu as gradients
 import torch
 from checked import CAUSAL, DEVICE, Call, check, skip_unless_served, workload
 
@@ -50,6 +51,17 @@ def judge(work: Workload, mask: Mask, family: str, config: str) -> None:
     )
     assert verdict.ok, verdict.reason
     assert same, "two runs differ"
+
+
+@pytest.mark.parametrize("lengths", [(1000, 1000), (77, 900), (900, 77), (1, 513), (9000, 9000)], ids=str)
+@pytest.mark.parametrize("kind", ["sorted", "interleaved", "one", "each key its own"])
+@pytest.mark.parametrize("config", ["", "m64n32w4s2_pointer_rows"])
+def test_gradients(config: str, kind: str, lengths: tuple[int, int]) -> None:
+    """Lists of keys for rows, and of rows for keys; of 9,000 a program classifies in two steps."""
+    mask = CAUSAL & masks.document(documents(kind, 2, lengths[1]))
+    work = workload(mask=CAUSAL, sizes=(2, 4, 2, *lengths))
+    inputs = replace(make_inputs(work, DEVICE), mask=mask)
+    gradients.judge(inputs, replace(work.spec, mask=mask.rule), config)
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (77, 900), (900, 77), (1, 513), (4097, 4097)], ids=str)

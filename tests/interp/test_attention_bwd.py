@@ -156,6 +156,30 @@ def test_sinks_are_in_the_lse(mask: Mask) -> None:
     check(work, f"{SMALL}_pointer_heads", with_lse=True)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("mask", [masks.sliding_window(9, 0), masks.causal()], ids=lambda m: m.describe())
+def test_gradients_of_sinks(mask: Mask, with_lse: bool, dtype: str) -> None:
+    """Rows without a key have the sink as LSE; a sink of -inf takes no weight and gets no gradient."""
+    work = workload(mask=mask, batch=2, heads=4, kv_heads=2, q_len=70, k_len=40)
+    spec = replace(work.spec, sinks=dtype).backward(lse=with_lse, sinks=True)
+    inputs = make_inputs(work, "cpu")
+    logits = torch.tensor([3.0, -2.0, 0.5, -math.inf])
+    logits = logits.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    inputs = replace(inputs, sinks=torch.stack([logits, logits], 1)[:, 1])  # of a stride
+    dout, dlse = given(inputs, with_lse)
+    if dlse is not None:
+        dlse[:, 3, :30] = 0.0  # the LSE of those is -inf, and has no gradient
+
+    *wanted, wanted_sinks = exact(inputs, dout, dlse)
+    dsinks = torch.full((4,), math.nan)
+    found = run(inputs, spec, f"{SMALL}_tma_heads", dout=dout, dlse=dlse, dsinks=dsinks)
+    assert max(errors(found, wanted)) < 1e-5
+    assert wanted_sinks[:3].abs().min() > 0.01
+    torch.testing.assert_close(dsinks[:3].double(), wanted_sinks[:3], rtol=1e-5, atol=1e-5)
+    assert dsinks[3] == 0
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0], ids=str)
 def test_scales_that_are_not_positive(scale: float) -> None:
     work = workload(q_len=40, k_len=70)

@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unknown score rule 'alibis'; known: " + ", ".join(sorted(score_mods.SCORE_MODS)): {
         "score_mod": "alibis"
     },
+    r"deterministic=1 must be True, False or None": {"deterministic": 1},
     r"score_mod=\['softcap'\] must be None, a ScoreMod": {"score_mod": ["softcap"]},
     r"key_padding has no tensor for key_lengths; build it with one": {"mask": "key_padding"},
     r"key_lengths of key_padding is on meta, q on cpu": {
@@ -152,8 +153,8 @@ def test_a_scale_too_small_for_float32_is_zero(scale: float) -> None:
 
 
 def test_c18_an_option_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(TypeError, match="dropout_p"):
-        attention(**GOOD, dropout_p=0.5)
+    with pytest.raises(TypeError, match="window_size"):
+        attention(**GOOD, window_size=5)
 
 
 def test_c18_the_soft_cap_changes_the_result() -> None:

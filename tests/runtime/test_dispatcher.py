@@ -15,6 +15,7 @@ from sample_records import H200, config, record, workload
 
 import flashgen
 from flashgen.build.arguments import FACTS, flatten
+from flashgen.build.dropout import Dropout
 from flashgen.build.quantized import E4M3
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
@@ -26,6 +27,7 @@ from flashgen.errors import (
     LaunchFailed,
     NoTunedKernel,
     StoreError,
+    Unsupported,
 )
 from flashgen.runtime import dispatcher as module
 from flashgen.runtime.checks import Given
@@ -37,7 +39,7 @@ from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.config import Config
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
-from flashgen.spec.target import find_target
+from flashgen.spec.target import Target, find_target
 
 TMA, POINTER = config(loads="tma"), config(loads="pointer")
 CAUSAL = masks.causal()
@@ -883,6 +885,57 @@ def test_warming_tunes_too() -> None:
 
     parts = make(on_miss="tune", tune=tune)
     assert parts.dispatcher.warm(workload(64), FACTS[0], -1).runs == POINTER.name
+
+
+# Gradients
+
+
+def test_whether_gradients_have_a_kernel_is_asked_once_for_each_kind_of_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[AttentionSpec] = []
+
+    def asking(spec: AttentionSpec, target: Target) -> None:
+        asked.append(spec)
+        if spec.head_dim == 192:
+            raise Unsupported("not of 192")
+
+    monkeypatch.setattr(module, "serving", asking)
+    without = make().dispatcher.without_gradients
+    dropout, cu = Dropout(0.5, torch.tensor([1])), torch.tensor([0, 64], dtype=torch.int32)
+    q, k, v = tensors(1, 8)
+    plain = (CAUSAL, None, None, "bhsd", False)
+    packed = [each[0].transpose(0, 1) for each in (q, k, v)]
+    calls = [
+        module.check(q, k, v, *plain),
+        module.check(q, k, v, masks.full(), *plain[1:]),
+        module.check(q, k, v, CAUSAL, score_mods.softcap(5.0), *plain[2:]),
+        module.check(q, k, v, *plain, Given(dropout=dropout)),
+        module.check(*(each.half() for each in (q, k, v)), *plain),
+        module.check(*(each.float() for each in (q, k, v)), *plain),
+        module.check(q, k, v[..., :64], *plain),
+        module.check(*tensors(1, 8, head_dim=192, head_dim_v=128), *plain),
+        module.check_packed(*packed, cu, cu, 64, 64, CAUSAL, None, None, False),
+    ]
+    # Of one kind with the first: other sizes, a score rule's other number, sinks, a scale of another sign.
+    alike = [
+        module.check(*tensors(2, 4, 2, q_len=7), *plain),
+        module.check(q, k, v, CAUSAL, score_mods.softcap(7.0), *plain[2:]),
+        module.check(q, k, v, CAUSAL, None, -1.0, *plain[3:], Given(sinks=torch.zeros(8))),
+    ]
+    for call in (*calls, *alike, *calls):
+        assert without(call) == ("not of 192" if call.q.shape[-1] == 192 else "")
+    assert asked == [call.workload().spec.backward() for call in calls] and len(set(asked)) == len(calls)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert without(calls[5]) == "" and asked[-1].fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(module, "MAX_PLANS", 1)
+    for call in (calls[0], calls[1], calls[0]):
+        without(call)
+    count = len(asked)
+    assert without(calls[0]) == "" and len(asked) == count
 
 
 # Devices

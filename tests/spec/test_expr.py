@@ -152,6 +152,31 @@ def test_derivatives_are_simple(text, expected):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score + t[head]", "1"),
+        ("score * t[head] + t[head] * t[head]", "score + (t[head] + t[head])"),
+        ("score - t[head] * abs(q_pos - k_idx)", "-abs(q_pos - k_idx)"),
+        ("where(q_idx < k_idx, t[head], score)", "where(q_idx < k_idx, 1, 0)"),
+        ("score + t[k_idx]", "0"),
+        ("floor(t[head])", "0"),
+        ("t[t[head]]", "0"),  # an index has no slope
+    ],
+)
+def test_a_derivative_by_what_is_read(text, expected):
+    expr = parse(text, operands={"t": 1})
+    assert to_text(ex.derivative(expr, Load("t", (Symbol("head"),)))) == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(NUMBERS)
+def test_a_read_in_the_place_of_the_score_has_its_derivative(expr):
+    read = Load("t", (Symbol("head"),))
+    swapped = ex.substitute(expr, {ex.SCORE: read})
+    assert ex.derivative(swapped, read) == ex.substitute(ex.derivative(expr), {ex.SCORE: read})
+
+
+@pytest.mark.parametrize(
     ("text", "canonical"),
     [
         ("(((q_pos)>=k_idx))", "q_pos >= k_idx"),

@@ -168,32 +168,33 @@ class Case:
                 visited_blocks = sum((hi - lo) // block for lo, _, _, hi in resolved)
                 assert visited_blocks <= sum(blocks) + slack * len(resolved), f"visits too many: {told}"
 
-    def check_lists(self, block_q: int, block_k: int) -> None:
+    def check_lists(self, axis: str, block_across: int, block: int) -> None:
         """No needed block is missed, and what counts as full is. Blocks that interval arithmetic over the
         tile's own numbers calls empty are not visited, but for a lone first one.
         """
-        found = lists(self.mask.rule)
+        found = lists(self.mask.rule, axis)
         if found is None:
             return
-        for first in range(0, self.q_len, block_q):
-            last = min(first + block_q, self.q_len) - 1
-            partial, full = found.of_tile(self.env, (first, last), block_k, self.k_len)
-            told = f"{self}, rows {first} to {last}, {block_k=}: {partial=} {full=}"
+        keep = self.keep if axis == "k" else self.keep.T
+        for first in range(0, len(keep), block_across):
+            last = min(first + block_across, len(keep)) - 1
+            partial, full = found.of_tile(self.env, (first, last), block, keep.shape[1])
+            told = f"{self}, {axis=}, tile {first} to {last}, {block=}: {partial=} {full=}"
             assert partial == sorted(set(partial)) and full == sorted(set(full)), told
             assert not set(partial) & set(full) and partial + full, told
-            for block, start in enumerate(range(0, self.k_len, block_k)):
-                pairs = self.keep[first : last + 1, start : start + block_k]
-                assert not pairs.any() or block in partial + full, f"misses {block=}: {told}"
-                assert block not in full or pairs.all(), f"{block=} is not full: {told}"
-                assert block not in full or pairs.shape[1] == block_k, f"{block=} is ragged: {told}"
-                end = start + pairs.shape[1] - 1
+            for number, start in enumerate(range(0, keep.shape[1], block)):
+                pairs = keep[first : last + 1, start : start + block]
+                assert not pairs.any() or number in partial + full, f"misses {number=}: {told}"
+                assert number not in full or pairs.all(), f"{number=} is not full: {told}"
+                assert number not in full or pairs.shape[1] == block, f"{number=} is ragged: {told}"
+                ends = ((first, last), (start, start + pairs.shape[1] - 1))
                 if not self.told_by_ends:
                     continue
-                verdict = classify(self.mask.rule.expr, (first, last), (start, end), self.env)
+                verdict = classify(self.mask.rule.expr, *(ends if axis == "k" else ends[::-1]), self.env)
                 if verdict is TileClass.EMPTY and partial + full != [0]:
-                    assert block not in partial, f"{block=} is empty: {told}"
-                if verdict is TileClass.FULL and pairs.shape[1] == block_k:
-                    assert block in full, f"{block=} is full: {told}"
+                    assert number not in partial, f"{number=} is empty: {told}"
+                if verdict is TileClass.FULL and pairs.shape[1] == block:
+                    assert number in full, f"{number=} is full: {told}"
 
     def check_visited(self, block_q: int, block_k: int, exact: bool) -> None:
         """Against every pair: no tile that keeps some is left out, and none is called full that is not; of
@@ -231,7 +232,8 @@ def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool 
     case.check_ranges("k", block_q, block_k, slack)
     case.check_ranges("q", block_k, block_q, slack)
     case.check_classes(block_q, block_k, exact)
-    case.check_lists(block_q, block_k)
+    case.check_lists("k", block_q, block_k)
+    case.check_lists("q", block_k, block_q)
     case.check_visited(block_q, block_k, exact=False)
 
 
