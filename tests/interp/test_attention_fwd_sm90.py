@@ -203,6 +203,13 @@ def test_lists(name: str, config: str) -> None:
     judge(*listed(name), config)
 
 
+@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
+def test_distances_in_lists_with_blocks_kept_whole(config: str) -> None:
+    inputs, spec = listed("two")
+    rule = Rule.parse("score", "score + 0.125 * (k_idx - q_pos)")
+    judge(replace(inputs, score_mod=ScoreMod(rule)), replace(spec, score_mod=rule), config)
+
+
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, OPTIMISTIC])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda m: m.describe())
 def test_packed_sequences(mask: Mask, config: str) -> None:
