@@ -5,14 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 from flashgen.spec import expr as ex
+from flashgen.spec import tiles
+from flashgen.spec.rule import Rule
 
 MOST_FLOAT = 2**24
 """Up to it every whole number is a float32."""
 _POSITIONS = ("q_idx", "k_idx", "q_pos")
 FLOATS = {f"{name}__float": f"{name}.to(tl.float32)" for name in _POSITIONS}
 """Symbols for positions as float32, and how each is printed."""
+_COLUMNS = ex.Symbol("k_idx__here")
+HERE = {
+    _COLUMNS.name: "columns",
+    "q_idx__here": "(rows - start_n).to(tl.float32)",
+    "q_pos__here": "(rows + (k_len - q_len - start_n)).to(tl.float32)",
+}
+"""Symbols for positions from a block's first key on as float32, exact for any; and how each is printed."""
+KEYS = ex.Symbol("score__keys")
+"""Stands for the keys' part of distances that are taken apart."""
 _SCORE, _SCALE, _LOG2E = ex.Symbol("score"), ex.Symbol("scale"), ex.Symbol("LOG2E")
 _PER_ELEMENT = {*_POSITIONS, *FLOATS, "score"}
 
@@ -37,9 +49,9 @@ class Factors:
         """The value in log2 units, of scores that are still dot products: all factors of a term are one.
 
         Sums take the unit in term by term, which rounds each as its own size would. A sum that a rule itself
-        multiplies stays one: its terms may cancel.
+        multiplies stays one, and so does a distance: its terms may cancel.
         """
-        if isinstance(expr, ex.Apply) and expr.op in ("+", "-", "neg"):
+        if isinstance(expr, ex.Apply) and expr.op in ("+", "-", "neg") and not _positions(expr):
             return ex.rebuild(expr, tuple(map(self.log2, expr.args)))
         if isinstance(expr, ex.Apply) and expr.op == "where":
             condition, *values = expr.args
@@ -131,14 +143,101 @@ def _is_distance(expr: ex.Expr) -> bool:
         return any(map(_is_distance, expr.args)) and all(
             _is_distance(each) or _is_small(each) for each in expr.args
         )
-    return expr.op == "-" and all(
-        isinstance(each, ex.Symbol) and each.name in _POSITIONS for each in expr.args
-    )
+    return bool(_positions(expr))
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A rule whose distances are taken apart at the first key s of a block: each score is `rest` less `rows`.
+
+    (q - k) * f is (q - s) * f less (k - s) * f. The second has one value for each column, the same in all
+    blocks, so that a score needs no more than one addition; the first is the row's alone, and so goes with
+    its maximum. Both are rounded once, as the product of the distance is: k - s is less than a block, and
+    q - s at most a block more than the distance. From position 0 on both would grow with the length, and
+    2^-24 of either would be left of their difference: at 65,536 keys and a slope of 0.7 0.004 of a log2 unit
+    for the nearest key, where this leaves 0.00001.
+    """
+
+    rest: ex.Expr
+    """Over `KEYS`."""
+    keys: ex.Expr
+    rows: ex.Expr
+
+
+def taken_apart(expr: ex.Expr, mask: Rule) -> Apart | None:
+    """A score rule in log2 units with its distances taken apart; None where it adds none.
+
+    A distance's size is the distance where the mask keeps no other: what it drops is -inf whatever it was.
+
+    Args:
+        expr: from `Factors.log2`.
+    """
+    found: list[tuple[ex.Expr, ex.Expr]] = []  # the row's position and its factor, of what is taken off
+
+    def rest(term: ex.Expr, sign: int) -> ex.Expr:
+        if not isinstance(term, ex.Apply):
+            return term
+        if term.op in ("+", "-", "neg"):
+            signs = (sign, sign if term.op == "+" else -sign)[-len(term.args) :]
+            return ex.make(term.op, *map(rest, term.args, signs))
+        if term.op != "*" or _differs(term.args[1]):
+            return term
+        distance, factor = term.args
+        row, ahead = _row_ahead(distance, mask)
+        if not row:
+            return term
+        found.append((ex.Symbol(f"{row}__here"), factor if sign * ahead < 0 else ex.make("neg", factor)))
+        return ex.ZERO
+
+    left = rest(expr, 1)
+    if not found:
+        return None
+    keys = _total([(_COLUMNS, factor) for _, factor in found])
+    return Apart(ex.make("+", left, KEYS), keys, _total(found))
+
+
+def _total(products: list[tuple[ex.Expr, ex.Expr]]) -> ex.Expr:
+    """The sum of some products."""
+    return reduce(lambda a, b: ex.Apply("+", (a, b)), (ex.Apply("*", each) for each in products))
+
+
+def _row_ahead(expr: ex.Expr, mask: Rule) -> tuple[str, int]:
+    """Of a distance of row and key the row's symbol, and 1 for row less key, -1 for key less row; else no
+    symbol.
+    """
+    if not isinstance(expr, ex.Apply):
+        return "", 0
+    if expr.op == "neg":
+        row, ahead = _row_ahead(expr.args[0], mask)
+        return row, -ahead
+    if expr.op == "abs":
+        row, ahead = _row_ahead(expr.args[0], mask)
+        apart = ex.Apply("-", (ex.Symbol(row), ex.Symbol("k_idx")))
+        signs = {1: apart, -1: ex.Apply("neg", (apart,))}
+        known = [sign for sign, each in signs.items() if row and tiles.never_negative(mask, each)]
+        return (row, known[0]) if known else ("", 0)
+    first, second = _positions(expr) or ("", "")
+    if (first == "k_idx") == (second == "k_idx"):
+        return "", 0
+    return (first, 1) if second == "k_idx" else (second, -1)
+
+
+def _positions(expr: ex.Expr) -> tuple[str, ...]:
+    """The names of the two positions that an expression is the difference of, whether floats or not."""
+    if not isinstance(expr, ex.Apply) or expr.op != "-":
+        return ()
+    names = tuple(each.name.removesuffix("__float") for each in expr.args if isinstance(each, ex.Symbol))
+    return names if len(names) == 2 and set(names) <= set(_POSITIONS) else ()
 
 
 def _is_small(expr: ex.Expr) -> bool:
     value = ex.constant(expr)
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_FLOAT
+
+
+def of_positions(expr: ex.Expr) -> ex.Expr:
+    """An expression with positions in the place of their floats."""
+    return ex.substitute(expr, {ex.Symbol(f"{name}__float"): ex.Symbol(name) for name in _POSITIONS})
 
 
 def _of_floats(expr: ex.Expr) -> ex.Expr:

@@ -198,7 +198,8 @@ class Printer:
     def __call__(self, expr: ex.Expr) -> str:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
-        names |= {f"{self.tile}_{end}": end for end in ("first", "last")} | arithmetic.FLOATS
+        names |= {f"{self.tile}_{end}": end for end in ("first", "last")}
+        names |= arithmetic.FLOATS | arithmetic.HERE
         style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
         return ex.to_text(expr, style)
 
@@ -435,6 +436,11 @@ class RenderedScore:
     """Lines for what a whole tile is multiplied by, behind the uniform loads; they may take `scale`."""
     in_log2: bool = False
     """Whether `text` takes dot products and gives log2 units; otherwise it takes and gives natural units."""
+    keys: str = ""
+    """What distances, taken apart at a block's first key, have of each of its columns: a part of `text`, the
+    same in all blocks. Empty where none is taken apart."""
+    rows: str = ""
+    """What they have of each row, (ROWS,): scores are what `text` gives less this."""
     learned: tuple[RenderedShare, ...] = ()
     """Of the operands whose gradients this tile sums: a tile of rows all that is not one of keys alone."""
 
@@ -603,11 +609,12 @@ SUMMED_BY = {"k": ("q", "diagonal", "pair"), "q": ("k",)}
 """Which of `Share.side` a tile sums that walks keys, and one that walks rows."""
 
 
-def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
+def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> RenderedScore:
     """The score rule of a spec, or how the scale is applied without one; for `bwd` with its derivative.
 
     Args:
         along: what a tile walks, as for `render_mask`.
+        apart: whether distances may be taken apart, for a template that knows `keys` and `rows`.
     """
     rule = spec.score_mod
     if rule is None:
@@ -622,6 +629,8 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
     in_log2 = spec.op == "fwd" and arithmetic.scores_in(rule.expr) == 1
     faster = factors.log2 if in_log2 else factors.natural
     fast = tuple(faster(arithmetic.floats_early(each, rule.types)) for each in exprs)
+    if in_log2 and apart and (parts := arithmetic.taken_apart(fast[0], spec.mask)):
+        return _render_apart(rule, parts, factors)
     names = _shared(fast)
     slopes = [
         "" if exprs[i] == ex.ONE else text(ex.substitute(fast[i], names))
@@ -639,7 +648,7 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
         may_drop=rule.may_drop,
         slope=slopes[0] if spec.op == "bwd" else "",
         shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
-        factors=tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items()),
+        factors=_factor_lines(text, factors),
         in_log2=in_log2,
         learned=tuple(
             RenderedShare(
@@ -652,6 +661,29 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
             for share, slope in zip(learned, slopes[1:], strict=True)
         ),
     )
+
+
+def _render_apart(rule: Rule, parts: arithmetic.Apart, factors: arithmetic.Factors) -> RenderedScore:
+    """A rule whose distances are taken apart: for them no pair, row or key is asked for its position."""
+    text = Printer(rule, (arithmetic.of_positions(parts.rest), *factors.names), early=("q", "pair"))
+    return RenderedScore(
+        text=text(parts.rest),
+        folded=False,
+        uniform_loads=text.uniform_lines(),
+        row_loads=text.side_lines("q"),
+        symbols=text.symbols,
+        helpers=_helpers(parts.rest),
+        pair_loads=text.side_lines("pair"),
+        may_drop=rule.may_drop,
+        factors=_factor_lines(text, factors),
+        in_log2=True,
+        keys=text(parts.keys),
+        rows=text(parts.rows),
+    )
+
+
+def _factor_lines(text: Printer, factors: arithmetic.Factors) -> tuple[str, ...]:
+    return tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items())
 
 
 def _shared(exprs: tuple[ex.Expr, ...]) -> dict[ex.Expr, ex.Symbol]:

@@ -251,7 +251,7 @@ def render(spec: AttentionSpec, config: Config, toolchain: Toolchain) -> KernelS
     arguments = _arguments(spec, config)
     parts, scratch = family.parts(config, spec), _scratch(config, spec)
     mask = render_mask(spec.mask, may_list=lists.used(spec), apart=spec.op == "bwd")
-    score = render_score(spec)
+    score = render_score(spec, apart=family.language == "gluon")
     name = kernel_name(spec, config)
     text = tidy(
         environment()

@@ -213,6 +213,23 @@ def lists(rule: Rule, axis: str = "k") -> Lists | None:
     return Lists(within, span.hi, span.lo, tuple(spans.gathers.values()), axis)
 
 
+@lru_cache(maxsize=1024)
+def never_negative(rule: Rule, distance: Expr) -> bool:
+    """Whether an integer of positions is known to be 0 or more at every pair a mask keeps: `q_pos - k_idx`
+    under a causal mask, alone or joined with any other by `&`.
+
+    Args:
+        rule: a mask; nothing is known of its parameters, so that a window of 0 keys ahead does not tell.
+        distance: linear in q_idx, q_pos and k_idx, else nothing is known of it.
+    """
+    solver = _Solver(rule, "k")
+    expr, wanted = (ex.substitute(each, {Symbol("q_pos"): ex.Q_POS}) for each in (rule.expr, distance))
+    linear, clauses = solver.linear(wanted), solver.clauses(expr, True)
+    if linear is None or clauses is None:
+        return False
+    return all(any(solver.tells(atom, linear) for atom in clause) for clause in clauses)
+
+
 def _alternatives(rule: Rule, axis: str) -> list[Range] | None:
     """A range for each alternative of the mask, joined where that is exact; None if there are too many."""
     solver = _Solver(rule, axis)
@@ -408,6 +425,18 @@ class _Solver:
             shift = op == "<="
             return Range(hi=_text(most, shift), full_hi=_text(least, shift))
         return Range(_text(least), _text(most, 1), _text(most), _text(least, 1))
+
+    def tells(self, atom: Expr, linear: Linear) -> bool:
+        """Whether a sum is 0 or more wherever an atom holds, for both differ by a number alone."""
+        compared = self.compared(atom)
+        if compared is None:
+            return False
+        assert isinstance(atom, Apply)
+        for op, side in ((atom.op, compared), (_MIRRORED[atom.op], _sum({}, compared, -1))):
+            beyond = _sum(side, linear, -1)  # side = linear + beyond
+            if op in (">", ">=", "==") and beyond.keys() <= {ex.ONE}:
+                return beyond.get(ex.ONE, 0) <= (op == ">")
+        return False
 
     def only_lists_tell(self, expr: Expr) -> bool:
         """Whether an expression is not solved, but may be told of a tile from the ends of its sides."""

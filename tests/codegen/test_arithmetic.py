@@ -75,6 +75,46 @@ def test_distances_that_become_floats_are_taken_between_floats(text: str, expect
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "mask", "expected"),
+    [
+        ("score - 0.5 * abs(q_pos - k_idx)", "q_pos >= k_idx",
+         ("score * score__factor_0 + score__keys", "k_idx__here * score__factor_1",
+          "q_pos__here * score__factor_1")),
+        ("score - 0.5 * abs(q_pos - k_idx)", "q_pos <= k_idx",
+         ("score * score__factor_0 + score__keys", "k_idx__here * -score__factor_1",
+          "q_pos__here * -score__factor_1")),
+        ("(k_idx - q_idx) / 8 + tanh(score)", "True",
+         ("tanh(score * scale) * LOG2E + score__keys", "k_idx__here * score__factor_0",
+          "q_idx__here * score__factor_0")),
+        ("score - (-a * abs(k_idx - q_pos) - (q_idx - k_idx)) where a: f32", "q_pos > k_idx",
+         ("score * score__factor_0 + score__keys",
+          "k_idx__here * score__factor_1 + k_idx__here * -LOG2E",
+          "q_pos__here * score__factor_1 + q_idx__here * -LOG2E")),
+        # A distance's size where keys lie on both sides, or where nothing is known of another row's symbol.
+        ("score - 0.5 * abs(q_pos - k_idx)", "True", None),
+        ("score - 0.5 * abs(q_pos - k_idx)", "q_idx >= k_idx", None),
+        ("score - 0.5 * abs(q_pos - k_idx)", "(k_idx < 4) | (q_pos >= k_idx)", None),
+        # What is no term of its own, no plain distance, or has a factor that is not the tile's.
+        ("tanh(score - 0.5 * abs(q_pos - k_idx))", "q_pos >= k_idx", None),
+        ("score - 0.5 * min(q_pos - k_idx, 9)", "q_pos >= k_idx", None),
+        ("score - (q_pos - k_idx) * slopes[q_idx] where slopes: fp32", "q_pos >= k_idx", None),
+        ("score * (q_pos - k_idx)", "q_pos >= k_idx", None),
+        ("score + (q_pos - q_idx)", "q_pos >= k_idx", None),
+        ("where(k_idx > 4, score - 0.5 * (q_pos - k_idx), -inf)", "True", None),
+    ],
+)  # fmt: skip
+def test_distances_are_taken_apart_where_they_are_terms(
+    text: str, mask: str, expected: tuple[str, ...] | None
+) -> None:
+    rule, factors = Rule.parse("score", text), arithmetic.Factors()
+    found = arithmetic.taken_apart(
+        factors.log2(arithmetic.floats_early(rule.expr, rule.types)), Rule.parse("mask", mask)
+    )
+    told = found and tuple(map(ex.to_text, (found.rest, found.keys, found.rows)))
+    assert told == expected
+
+
 def test_calls_too_long_for_float_distances_have_no_kernel() -> None:
     def told(mod: ScoreMod | None, length: int) -> str:
         spec = AttentionSpec(64, 64, "bf16", masks.causal().rule, mod.rule if mod else None)

@@ -107,6 +107,19 @@ def test_the_default_has_registers_for_every_named_rule(rule: masks.Mask, dim: i
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_distances_cost_an_addition_a_score_and_a_product_a_column(dim: int, tmp_path: Path) -> None:
+    """Of 3 x 64 scores of a thread, in 32 columns; 3.5 a score where every pair is asked for its distance."""
+
+    def arithmetic(rule: Rule | None) -> float:
+        spec = AttentionSpec(dim, dim, "bf16", CAUSAL, rule)
+        config = FAMILY.default(spec, H200, ALIGNED)
+        code = sass(build(spec, config.name, tmp_path).cubin)
+        return len(re.findall(r"\b(?:FADD|FMUL|FFMA|I2FP)\b", code)) / config.number("consumers")
+
+    assert 192 < arithmetic(score_mods.alibi().rule) - arithmetic(None) < 320
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("config", ["", "c2x1n64s2g4p4_late_lazy_tree_lane_dynamic",
                                     "c1x1n64s2g4p4k8_late_lazy_tree_lane_dynamic"])  # fmt: skip
 def test_sinks_cost_no_registers_of_the_loop(config: str, dim: int, tmp_path: Path) -> None:

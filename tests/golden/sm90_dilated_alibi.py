@@ -181,6 +181,10 @@ def consumer(
     mask__from = gl.maximum(q_pos - mask_window, 0)
     mask__end = gl.minimum(gl.minimum(q_pos + 1, q_pos + mask_window + 1), k_len)
     mask__count = gl.maximum(mask__end - mask__from, 0).to(gl.uint32)
+    # Distances are taken apart at a block's first key: what keys have of them is the same in all blocks, and
+    # what rows have goes with their maxima.
+    columns = gl.arange(0, BLOCK_N, layout=COL_LAYOUT).to(gl.float32)[None, :]
+    score__keys = columns * score__factor_1
 
     # The first block of keys has nothing before it to add to, or to rescale.
     start_n = hi - BLOCK_N
@@ -196,13 +200,14 @@ def consumer(
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
     k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-    score = score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
+    score = score * score__factor_0 + score__keys
+    score__rows = (rows + (k_len - q_len - start_n)).to(gl.float32) * score__factor_1
     mask__keys = floor_mod(k_idx, mask_dilation)
     keep = ((k_idx - mask__from).to(gl.uint32) < mask__count) & (mask__rows == mask__keys)
     score = gl.where(keep, score, float("-inf"))
-    row_max = row_maximum(score)
+    row_max = row_maximum(score) - score__rows
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key yet
-    weights = gl.exp2(score - shift[:, None])
+    weights = gl.exp2(score - (shift + score__rows)[:, None])
     row_sum = row_total(weights)
     p = gl.convert_layout(weights.to(dtype), P_LAYOUT_64)
 
@@ -226,16 +231,15 @@ def consumer(
         score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive(k_empty.index(stage), count=1)
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
-        score = (
-            score * score__factor_0 - gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32)) * score__factor_1
-        )
+        score = score * score__factor_0 + score__keys
+        score__rows = (rows + (k_len - q_len - start_n)).to(gl.float32) * score__factor_1
         mask__keys = floor_mod(k_idx, mask_dilation)
         keep = ((k_idx - mask__from).to(gl.uint32) < mask__count) & (mask__rows == mask__keys)
         score = gl.where(keep, score, float("-inf"))
-        block_max = row_maximum(score)
+        block_max = row_maximum(score) - score__rows
         new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-        weights = gl.exp2(score - shift[:, None])
+        weights = gl.exp2(score - (shift + score__rows)[:, None])
         factor = gl.exp2(row_max - shift)
         lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
         row_sum = row_sum * lane_factor[:, None] + row_total(weights)

@@ -18,7 +18,7 @@ from flashgen.build.inputs import TORCH, Inputs, make_inputs
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import KernelSource, render
 from flashgen.measure.check import Expected
-from flashgen.spec import masks, tiles
+from flashgen.spec import masks, score_mods, tiles
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
@@ -119,6 +119,54 @@ def test_score_rules(mod: ScoreMod, config: str) -> None:
     check(workload(16, dtype="bf16", mask=WINDOW, score_mod=mod, q_len=70, k_len=200), config)
 
 
+BOTH_WAYS = "score - a * abs(k_idx - q_pos) + (q_idx - k_idx) / 16 where a: f32"
+DISTANCES = (
+    (score_mods.alibi(), WINDOW),  # keys ahead as well: a distance's size is not the distance
+    (score_mods.alibi(), CAUSAL),
+    (score_mods.alibi(), CAUSAL & masks.sliding_window(70, None)),
+    (score_mods.softcap(2.0).then(score_mods.alibi()), ~CAUSAL),
+    (score_mods.bias("bk").then(score_mods.alibi()), CAUSAL),
+    (ScoreMod(Rule.parse("score", "score + 0.125 * (k_idx - q_idx)")), FULL),
+    (ScoreMod(Rule.parse("score", "score + 0.125 * abs(q_pos - k_idx)")), CAUSAL),  # maxima keep rising
+    (ScoreMod(Rule.parse("score", "-(k_idx - q_pos) * 0.125 + score")), WINDOW | masks.global_tokens(3)),
+    (ScoreMod(Rule.parse("score", BOTH_WAYS), (0.3,)), CAUSAL & masks.document()),
+    (ScoreMod(Rule.parse("score", BOTH_WAYS), (0.3,)), CAUSAL),
+)
+ROUNDS = "c1x2n128s2g4p1_early_always_chain_row_plain"
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, SPLIT, OPTIMISTIC, ROUNDS])
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("mod,mask", DISTANCES, ids=lambda each: each.describe()[:40])
+def test_distances_taken_apart(mod: ScoreMod, mask: Mask, dtype: str, config: str) -> None:
+    if (config == OPTIMISTIC and mod.rule.may_drop) or (config == SPLIT and tiles.lists(mask.rule)):
+        return  # no such kernel
+    check(workload(32, dtype=dtype, mask=mask, score_mod=mod, q_len=150, k_len=400), config)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_distances_of_long_sequences_are_as_exact_as_their_product(far: bool) -> None:
+    """Against float64, of 65,536 keys. Far: scores grow with the distance by as much as ALiBi takes off, and
+    all keys have weight; the product of a distance of 2^16 with a slope of 0.7 has 2^-8 for its last digit,
+    with one of 2^-8 2^-16.
+    """
+    slopes, length = torch.tensor([2.0**-8, 0.7]), 2**16
+    work = workload(16, dtype="bf16", score_mod=score_mods.alibi(), kv_heads=2, q_len=64, k_len=length)
+    drawn = replace(make_inputs(work, "cpu"), score_mod=score_mods.alibi(slopes))
+    distances = torch.arange(length).flip(0)
+    if far:
+        drawn.q[..., 0] = 4.0
+        drawn.k[..., 0] = slopes[:, None] * distances / (4.0 * drawn.scale)
+    q, k, v = (drawn.bhsd(each).double() for each in (drawn.q, drawn.k, drawn.v))
+    behind = distances + torch.arange(64)[:, None] - 63
+    scores = q @ k.mT * drawn.scale - slopes.double()[:, None, None] * behind
+    scores = scores.masked_fill(behind < 0, -math.inf)
+    out, lse = run(drawn, render(work.spec, FAMILY.find(DYNAMIC.replace("n64", "n128")), toolchain()))
+    off = (lse - scores.logsumexp(-1)).abs().amax((0, 2))
+    assert off[0] < 1e-5 and off[1] < (4e-3 if far else 1e-5), off
+    assert (out - scores.softmax(-1) @ v).abs().max() < 0.01
+
+
 @pytest.mark.parametrize("config", [DYNAMIC, SPLIT, OPTIMISTIC])
 @pytest.mark.parametrize("sinks", ["fp32", "bf16"])
 def test_sinks(sinks: str, config: str) -> None:
@@ -153,6 +201,13 @@ def listed(name: str) -> tuple[Inputs, AttentionSpec]:
 @pytest.mark.parametrize("name,config", [*product(LISTED, (PLAIN, DYNAMIC)), ("two", OPTIMISTIC)])
 def test_lists(name: str, config: str) -> None:
     judge(*listed(name), config)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
+def test_distances_in_lists_with_blocks_kept_whole(config: str) -> None:
+    inputs, spec = listed("two")
+    rule = Rule.parse("score", "score + 0.125 * (k_idx - q_pos)")
+    judge(replace(inputs, score_mod=ScoreMod(rule)), replace(spec, score_mod=rule), config)
 
 
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, OPTIMISTIC])

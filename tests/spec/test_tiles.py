@@ -17,7 +17,7 @@ from flashgen.spec import tiles
 from flashgen.spec.masks import MASKS, Mask, parse_mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.spans import SPANS
-from flashgen.spec.tiles import TileClass, classify, lists, ranges, resolve, visited
+from flashgen.spec.tiles import TileClass, classify, lists, never_negative, ranges, resolve, visited
 
 BATCH, HEADS = 2, 2
 MAX_LEN = 40
@@ -61,6 +61,9 @@ RULES = [
     "ids[ids[batch, k_idx] % 2, q_idx] < p where p: i32, ids: i32",
 ]
 """Forms of masks that the table does not have, solvable and not."""
+
+
+DISTANCES = ("q_pos - k_idx", "k_idx - q_pos", "q_idx - k_idx", "k_idx - q_idx", "q_pos - k_idx + 1")
 
 
 def random_mask(rng: random.Random, depth: int) -> Mask:
@@ -225,6 +228,14 @@ class Case:
                 allowed = {truth} if exact else {truth, TileClass.PARTIAL}
                 assert found in allowed, f"{self}: {found} for {q=} {q_last=} {k=} {k_last=}, but {truth}"
 
+    def check_signs(self) -> None:
+        """What is never negative is not at any pair kept."""
+        for text in DISTANCES:
+            if never_negative(self.mask.rule, ex.parse(text)):
+                env = {**self.env, "q_idx": torch.arange(self.q_len)[:, None]}
+                values = ex.evaluate(ex.parse(text), {**env, "k_idx": torch.arange(self.k_len)})
+                assert (values[self.keep] >= 0).all(), f"{text} under {self}"
+
 
 def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool = False) -> None:
     case = Case(mask, rng)
@@ -235,6 +246,7 @@ def check(mask: Mask, rng: random.Random, slack: int | None = None, exact: bool 
     case.check_lists("k", block_q, block_k)
     case.check_lists("q", block_k, block_q)
     case.check_visited(block_q, block_k, exact=False)
+    case.check_signs()
 
 
 SIMPLE = ["full", "~full", "causal", "~causal", "causal('top_left')", "key_padding", "~key_padding"]
@@ -393,6 +405,26 @@ def test_bounds_read_nothing_that_changes_within_a_tile():
             for each in ranges(rule, axis):
                 for bound in (each.lo, each.hi, each.full_lo, each.full_hi):
                     assert bound is None or not ex.free_symbols(bound) & {"q_idx", "k_idx", "q_pos"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "signs"),
+    [
+        ("causal", "+---+"),
+        ("causal('top_left')", "--+--"),
+        ("~causal", "-+---"),
+        ("causal & document", "+---+"),
+        ("prefix_lm & (causal | ~causal & causal)", "+---+"),
+        ("sliding_window(8, 0)", "-----"),  # its numbers are a call's
+        ("prefix_lm", "-----"),
+        ("full", "-----"),
+        ("~full", "+++++"),
+    ],
+)
+def test_the_sign_of_a_distance_under_a_mask(mask, signs):
+    known = [never_negative(parse_mask(mask).rule, ex.parse(text)) for text in DISTANCES]
+    assert "".join("-+"[each] for each in known) == signs
+    assert not never_negative(parse_mask(mask).rule, ex.parse("q_pos // 2 - k_idx")) or mask == "~full"
 
 
 def test_every_operation_on_integers_and_truth_values_has_a_span():
