@@ -294,25 +294,28 @@ def _ptxas_log(ptx: str, target: Target) -> str:
         return _run_tool(lambda: get_ptxas(target.arch), *options, str(path)).stderr
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?(\S+)(.*?);")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@\S+\s+)?(\S+)(.*?);")
 
 
 def spills_in_loops(text: str) -> int:
-    """How many instructions of innermost loops with tensor-core products, in SASS, access local memory."""
-    found = [(int(at, 16), op, rest) for at, op, rest in _INSTRUCTION.findall(text)]
+    """How many instructions of innermost loops with tensor-core products, in SASS, access local memory.
+
+    A jump back under no condition ends none of them: it returns from a wait that was put behind all code.
+    """
+    found = [(int(at, 16), op, rest, condition) for at, condition, op, rest in _INSTRUCTION.findall(text)]
     loops = []
-    for at, op, rest in found:
-        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None
+    for at, op, rest, condition in found:
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if condition and op.startswith("BRA") else None
         if target and int(target[1], 16) < at:
             loops.append((int(target[1], 16), at))
-    products = [at for at, op, _ in found if "GMMA" in op or "HMMA" in op]
+    products = [at for at, op, *_ in found if "GMMA" in op or "HMMA" in op]
     loops = [(first, last) for first, last in loops if any(first <= at <= last for at in products)]
     inner = [
         (first, last)
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
-    spills = [at for at, op, _ in found if op.startswith(("LDL", "STL"))]
+    spills = [at for at, op, *_ in found if op.startswith(("LDL", "STL"))]
     return sum(any(first <= at <= last for first, last in inner) for at in spills)
 
 
