@@ -46,7 +46,7 @@ _TOOL_TIMEOUT_S = 60.0
 SPILLS_LEFT_TO_THE_CLOCK = 8
 """Instructions of a loop that spill: so few are no reason to refuse an asynchronous kernel before it is
 timed, and where the LSE takes the last register (head_dim 256: one) a call gets the kernel that was tuned."""
-_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8e4nv"}
+_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "e4m3": "float8e4nv"}
 _TRITON_NAMES = {"e4m3": "fp8e4nv"}  # of element types, where they differ from ours
 
 
@@ -226,7 +226,10 @@ def _listening_to_ptxas(wanted: bool) -> Iterator[io.StringIO]:
 
 
 def _type(arg: Arg, gluon: bool) -> str:
-    """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory."""
+    """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory.
+
+    That of float32 is row by row: products read none of it, and a swizzle takes a register for each address.
+    """
     named = re.sub(r"[a-z]\w+$|(?<=<)\w+", lambda m: _TRITON_NAMES.get(m[0], m[0]), arg.type)
     if not (gluon and arg.is_descriptor):
         return named
@@ -234,6 +237,8 @@ def _type(arg: Arg, gluon: bool) -> str:
 
     element = getattr(gl, _GLUON_TYPES[arg.type.partition("<")[2].partition("[")[0]])
     layout = gl.NVMMASharedLayout.get_default_for(list(arg.box), element)
+    if element == gl.float32:
+        layout = gl.NVMMASharedLayout(0, 32, rank=len(arg.box))
     return f"{named[:-1].replace(',', ', ')},{layout!r}>"
 
 

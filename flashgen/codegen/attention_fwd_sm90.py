@@ -135,7 +135,7 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
     # nor has one of any head dim that holds the addresses of what is read of pairs.
     short = head_dim > 192 and (spec.return_lse or lists)
-    schedule = "plain" if short or _reads_pairs(spec) else "dynamic"
+    schedule = "plain" if short or reads_pairs(spec) else "dynamic"
     rest = (4, 1, "late", "lazy", "tree", "lane")
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
@@ -149,7 +149,7 @@ def _asks_of_each_key(spec: AttentionSpec) -> bool:
     return any("k_idx" in ex.free_symbols(each) for each in asked)
 
 
-def _reads_pairs(spec: AttentionSpec) -> bool:
+def reads_pairs(spec: AttentionSpec) -> bool:
     """Whether a score rule reads of each pair of query and key."""
     read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
     return any(not side_of(load) and "k_idx" in ex.free_symbols(load) for load in read)
