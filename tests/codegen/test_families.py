@@ -248,6 +248,9 @@ def test_the_hopper_family_of_gradients_says_what_it_leaves_to_the_portable_one(
     wide, packed = AttentionSpec(192, 128, "bf16").backward(), replace(SPEC, addressing="varlen").backward()
     assert family.fits(config, wide, target) == "computes dq of head_dim up to 128, not 192"
     assert "sequences are packed" in family.fits(config, packed, target)
+    chunks = AttentionSpec(96, 96, "bf16").backward()
+    assert not family.fits(config, chunks, target)
+    assert "holds 224 registers" in family.fits(family.find("s2g4_registers"), chunks, target)
     values = AttentionSpec(128, 256, "bf16").backward()
     assert "holds 272 registers" in family.fits(config, values, target)
     assert "holds 272 registers" in family.fits(
