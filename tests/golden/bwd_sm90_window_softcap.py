@@ -104,13 +104,13 @@ def leave_dq(
     DQ, stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     heads, q_len, scale,
 ):
-    # A block of rows of one head, from its sums.
+    # A block of rows of one head, from its sums as by_thread put them: of 8 columns, 16 rows of a warp,
+    # one of 8, 2 columns; half of 16 rows, column.
     row_tiles = tl.cdiv(q_len, ROWS)
     rows = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     batch_head = tl.program_id(0) // row_tiles
     DQ += (batch_head // heads).to(tl.int64) * stride_dqb + (batch_head % heads).to(tl.int64) * stride_dqh
     sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
-    # As by_thread put them: of 8 columns, 16 rows of a warp, one of 8, 2 columns; half of 16 rows, column.
     sums = tl.permute(tl.reshape(sums * scale, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     dims = tl.arange(0, 64)
     tl.store(
