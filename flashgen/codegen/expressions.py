@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashgen.codegen import arithmetic
 from flashgen.codegen.abi import Arg
 from flashgen.spec import expr as ex
 from flashgen.spec import tiles
@@ -158,7 +159,7 @@ class Printer:
     def __call__(self, expr: ex.Expr) -> str:
         """The text of an expression."""
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
-        names |= {"q_first": "first", "q_last": "last"}
+        names |= {"q_first": "first", "q_last": "last", **arithmetic.FLOATS}
         style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
         return ex.to_text(expr, style)
 
@@ -477,13 +478,18 @@ def render_score(spec: AttentionSpec, along: str = "k") -> RenderedScore:
         return RenderedScore("", spec.positive_scale, (), (), frozenset(), ())
     exprs = (rule.expr,) if spec.op == "fwd" else (rule.expr, ex.derivative(rule.expr))
     text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
-    names = _shared(exprs)
-    slope = "" if exprs[-1] == ex.ONE else text(ex.substitute(exprs[-1], names))
-    changed = text(ex.substitute(rule.expr, names))
+    inverses = arithmetic.Reciprocals.of(*exprs)
+    inverted = tuple(
+        f"{name.name} = {text(ex.Apply('/', (ex.Const(1.0), each)))}" for each, name in inverses.names.items()
+    )
+    fast = tuple(inverses.used(arithmetic.floats_early(each, rule.types)) for each in exprs)
+    names = _shared(fast)
+    slope = "" if exprs[-1] == ex.ONE else text(ex.substitute(fast[-1], names))
+    changed = text(ex.substitute(fast[0], names))
     return RenderedScore(
         text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
         folded=False,
-        uniform_loads=text.uniform_lines(),
+        uniform_loads=text.uniform_lines() + inverted,
         row_loads=text.side_lines(_OTHER[along]),
         symbols=text.symbols,
         helpers=_helpers(*exprs),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from flashgen.codegen import arithmetic
 from flashgen.codegen.abi import Arg, Grid, Part, Scratch
 from flashgen.errors import DoesNotFit, InvalidArgument
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
@@ -275,6 +276,18 @@ class Family:
         return (
             f"splits each tile's keys among {tiling.splits} programs, which makes {programs} of them: more "
             f"than {MOST_PROGRAMS} for each of {target.sm_count} multiprocessors"
+        )
+
+    def outgrows(self, workload: Workload) -> str:
+        """Why a call is too long for kernels of any config: float32 no longer tells its positions apart."""
+        rule, length = workload.spec.score_mod, max(workload.q_len, workload.k_len)
+        if rule is None or length <= arithmetic.MOST_FLOAT:
+            return ""
+        if not arithmetic.takes_float_distances(rule.expr, rule.types):
+            return ""
+        return (
+            f"takes distances between {length} positions in float32, which is exact up to "
+            f"{arithmetic.MOST_FLOAT}"
         )
 
     def feasible(

@@ -175,6 +175,7 @@ class Policy:
                 or family.fits(config, spec, request.target)
                 or family.admits(config, request.facts, workload.heads_per_kv)
                 or family.crowds(config, workload, request.target)
+                or family.outgrows(workload)
             )
             if reason or not loading:
                 return None, reason

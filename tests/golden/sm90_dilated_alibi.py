@@ -192,7 +192,7 @@ def consumer(
     mbarrier.arrive(k_empty.index(stage), count=1)
     k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
     score = score * scale
-    score = (score - score_slopes__here * gl.abs(q_pos - k_idx)) * LOG2E
+    score = (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
     mask__keys = floor_mod(k_idx, mask_dilation)
     keep = (
         ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &
@@ -226,7 +226,7 @@ def consumer(
         mbarrier.arrive(k_empty.index(stage), count=1)
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
         score = score * scale
-        score = (score - score_slopes__here * gl.abs(q_pos - k_idx)) * LOG2E
+        score = (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
         mask__keys = floor_mod(k_idx, mask_dilation)
         keep = (
             ((q_pos >= k_idx) & (q_pos - k_idx <= mask_window) & (k_idx - q_pos <= mask_window) &
