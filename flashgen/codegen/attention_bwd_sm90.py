@@ -9,6 +9,7 @@ from flashgen.codegen.attention_bwd import gradient_values, prepare_part
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
 from flashgen.spec.target import KIB, Target
@@ -79,9 +80,15 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
-    # What is read of pairs of rows and keys takes the registers that keys and values would have.
-    held = max(spec.head_dim, spec.head_dim_v) <= 64 and not reads_pairs(spec)
+    held = max(spec.head_dim, spec.head_dim_v) <= 64 and not _takes_registers(spec)
     return ((2, 4, "registers" if held else "shared"), (2, 4, "shared"))
+
+
+def _takes_registers(spec: AttentionSpec) -> bool:
+    """Whether a score rule takes those that keys and values would have: for its slope, or what it reads of
+    pairs of rows and keys."""
+    rule = spec.score_mod
+    return rule is not None and (reads_pairs(spec) or ex.derivative(rule.expr) != ex.ONE)
 
 
 def _sums(spec: AttentionSpec) -> dict[str, int]:

@@ -407,7 +407,10 @@ def consumer(
             rows = start_m + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
             q_pos = rows[None, :] + (k_len - q_len)  # row i's position in the key sequence
             score = score * scale
-            p = gl.exp2((score - score_slopes__here * gl.abs(q_pos - k_idx)) * LOG2E - lse[None, :])
+            p = gl.exp2(
+                (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
+                - lse[None, :],
+            )
             if (start_m < full_lo_0) | (start_m >= full_hi_0) | ragged:
                 q_idx = rows[None, :]
                 keep = (
@@ -473,7 +476,10 @@ def consumer(
             rows = start_m + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
             q_pos = rows[None, :] + (k_len - q_len)  # row i's position in the key sequence
             score = score * scale
-            p = gl.exp2((score - score_slopes__here * gl.abs(q_pos - k_idx)) * LOG2E - lse[None, :])
+            p = gl.exp2(
+                (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
+                - lse[None, :],
+            )
             if (start_m < full_lo_1) | (start_m >= full_hi_1) | ragged:
                 q_idx = rows[None, :]
                 keep = (
@@ -539,7 +545,10 @@ def consumer(
             rows = start_m + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
             q_pos = rows[None, :] + (k_len - q_len)  # row i's position in the key sequence
             score = score * scale
-            p = gl.exp2((score - score_slopes__here * gl.abs(q_pos - k_idx)) * LOG2E - lse[None, :])
+            p = gl.exp2(
+                (score - score_slopes__here * gl.abs(q_pos.to(gl.float32) - k_idx.to(gl.float32))) * LOG2E
+                - lse[None, :],
+            )
             if (start_m < full_lo_2) | (start_m >= full_hi_2) | ragged:
                 q_idx = rows[None, :]
                 keep = (

@@ -36,9 +36,16 @@ LAUNCH = dict(num_warps=4)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # (keys, rows)
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(0, S_LAYOUT.value))
-A_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, S_LAYOUT.value, 2))
 O_LAYOUT_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 P_LAYOUT_64 = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT_64.value, 2))
+
+
+@gluon.jit
+def reciprocal(x):
+    # To the last bit, of what is far from the ends of float32; a division takes eight instructions.
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -46,7 +53,8 @@ def tanh(x):
     # By exp it loses all digits near 0; there the series to x^9 is exact to the last bit.
     x2 = x * x
     series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
-    return gl.where(gl.abs(x) < 0.25, series, 1.0 - 2.0 / (gl.exp(2.0 * x) + 1.0))
+    part = reciprocal(gl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return gl.where(gl.abs(x) < 0.25, series, 1.0 - 2.0 * part)
 
 
 @builtin
@@ -211,12 +219,13 @@ def consumer(
     dk = gl.zeros([KEYS, 64], gl.float32, O_LAYOUT_64)
     dv = gl.zeros([KEYS, 64], gl.float32, O_LAYOUT_64)
     mbarrier.wait(k_full, 0)
-    k = k_smem.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).load(A_LAYOUT)
+    k = k_smem.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
     mbarrier.wait(v_full, 0)
-    v = v_smem.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).load(A_LAYOUT)
+    v = v_smem.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
     step = 0  # blocks of rows so far
     for member in range(heads_per_kv):
         head = kv_head * heads_per_kv + member
+        score__inverse = 1.0 / score_cap
         lo = gl.minimum(gl.maximum(first + q_len - k_len - mask_right, 0), q_len) // BLOCK_M * BLOCK_M
         hi = gl.minimum(last + q_len - k_len + mask_left + 1, q_len)
         full_lo = (
@@ -242,7 +251,7 @@ def consumer(
             score = warpgroup_mma_wait(1, deps=[score])
             if (start_m < full_lo) | (start_m >= full_hi) | ragged:
                 score = score * scale
-                score__tanh = tanh(score / score_cap)
+                score__tanh = tanh(score * score__inverse)
                 p = gl.exp2((score_cap * score__tanh) * LOG2E - lse[None, :])
                 rows = start_m + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
                 q_idx = rows[None, :]
@@ -254,7 +263,7 @@ def consumer(
                 p = gl.where(p == 0.0, 0.0, p * (1 - score__tanh * score__tanh))
             else:
                 score = score * scale
-                score__tanh = tanh(score / score_cap)
+                score__tanh = tanh(score * score__inverse)
                 p = gl.exp2((score_cap * score__tanh) * LOG2E - lse[None, :])
                 weights = gl.convert_layout(p.to(dtype), P_LAYOUT_64)
                 # A dropped pair has no gradient, whatever the slope is there.
@@ -331,7 +340,7 @@ def adder(
 
 
 @gluon.jit
-def attention_bwd_sm90_d64_sliding_window_softcap_fp16_s3g4_registers(
+def attention_bwd_sm90_d64_sliding_window_softcap_fp16_s3g4_shared(
     Q,
     K,
     V,
