@@ -167,7 +167,7 @@ SAMPLES = {
         AttentionSpec(64, 64, "fp16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
         "s3g4_shared",
     ),
-    "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.key_padding().rule), "s2g4_registers"),
+    "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.full().rule), "s2g4_registers"),
     "bwd_sm90_chunks_union_alibi": bwd_sm90(
         AttentionSpec(
             96,
