@@ -135,8 +135,11 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
     # nor has one of any head dim that holds the addresses of what is read of pairs.
     short = head_dim > 192 and (spec.return_lse or lists)
-    schedule = "plain" if short or reads_pairs(spec) else "dynamic"
-    rest = (4, 1, "late", "lazy", "tree", "lane")
+    pairs = reads_pairs(spec)
+    schedule = "plain" if short or pairs else "dynamic"
+    # Pinned, ptxas keeps few scores in flight between a rule's functions and the weights: head_dim 128 with a
+    # softcap and a bias spills 18 times in its loop otherwise.
+    rest = (4, 1, "pinned" if pairs else "late", "lazy", "tree", "lane")
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
 
