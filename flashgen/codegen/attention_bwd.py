@@ -124,24 +124,29 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
     return (*_inputs(config, spec, tile, block), tensor_arguments("DQ", spec.dtype), *_rest(spec))
 
 
-def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
-    """What is prepared of the rows, then the gradients of k and v; the main kernel computes that of q."""
-    tiling = _tiling(config)
+def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Part:
+    """What is prepared of the rows, so many at once, into these buffers."""
     lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
-    prepare = (
+    arguments = (
         tensor_arguments("OUT", spec.dtype),
         tensor_arguments("DOUT", spec.dtype),
         lse,
-        _ROW_BUFFERS,
+        buffers,
         (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
     )
+    return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
+
+
+def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
+    """What is prepared of the rows, then the gradients of k and v; the main kernel computes that of q."""
+    tiling = _tiling(config)
     of_keys = (
         *_inputs(config, spec, tiling.block_n, tiling.block_m),
         *(tensor_arguments(each, spec.dtype) for each in ("DK", "DV")),
         *_rest(spec),
     )
     return (
-        Part("prepare_rows", True, prepare, Grid("row_tiles", ROWS_AT_ONCE)),
+        prepare_part(spec, _ROW_BUFFERS, ROWS_AT_ONCE),
         Part(
             "gradients_of_keys",
             True,
@@ -161,7 +166,8 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     )
 
 
-def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
+    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients."""
     from flashgen.codegen.expressions import render_mask, render_score
 
     return {
@@ -174,8 +180,11 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
         "dq_chunks": chunks(spec, "DQ"),
         "dk_chunks": chunks(spec, "DK"),
         "dv_chunks": chunks(spec, "DV"),
-        "rows_at_once": ROWS_AT_ONCE,
     }
+
+
+def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    return gradient_values(spec) | {"rows_at_once": ROWS_AT_ONCE}
 
 
 ATTENTION_BWD = Family(

@@ -117,7 +117,7 @@ def test_serving_gives_reasons() -> None:
     assert serving(AttentionSpec(128, 128, "fp32"), H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):
         serving(SPEC, replace(H200, arch=75))
-    with pytest.raises(UnknownName, match="known: attention_bwd, attention_fwd, attention_fwd_sm90"):
+    with pytest.raises(UnknownName, match="known: attention_bwd, attention_bwd_sm90, attention_fwd, "):
         find_family("attention")
 
 
@@ -240,6 +240,29 @@ def test_defaults_of_gradients_fit_everywhere() -> None:
             for facts in (CallFacts(), CallFacts("strided", tma=False)):
                 if not family.supports(spec.backward(), target):
                     assert family.default(spec.backward(), target, facts)
+
+
+def test_the_hopper_family_of_gradients_says_what_it_leaves_to_the_portable_one() -> None:
+    family, target = FAMILIES["attention_bwd_sm90"], TARGETS["nvidia-h200"]
+    config = family.find("s2g4_shared")
+    wide, packed = AttentionSpec(192, 128, "bf16").backward(), replace(SPEC, addressing="varlen").backward()
+    assert family.fits(config, wide, target) == "computes dq of head_dim up to 128, not 192"
+    assert "sequences are packed" in family.fits(config, packed, target)
+    chunks = AttentionSpec(96, 96, "bf16").backward()
+    assert not family.fits(config, chunks, target)
+    assert "holds 224 registers" in family.fits(family.find("s2g4_registers"), chunks, target)
+    values = AttentionSpec(128, 256, "bf16").backward()
+    assert "holds 272 registers" in family.fits(config, values, target)
+    assert "holds 272 registers" in family.fits(
+        family.find("s2g4_registers"), AttentionSpec(128, 128, "bf16").backward(), target
+    )
+    assert "fp32" in family.supports(AttentionSpec(64, 64, "fp32").backward(), target)
+    assert "needs sm_90" in family.supports(SPEC.backward(), TARGETS["nvidia-b200"])
+    assert "descriptor" in family.admits(config, CallFacts("strided", tma=False))
+    assert [each.name for each in serving(SPEC.backward(), target)] == ["attention_bwd", family.name]
+    tiling = family.tiling(config)
+    work = Workload(SPEC.backward(), 2, 8, 2, 4096, 300)
+    assert tiling.tiles(work) == 2 * 2 * 3 == tiling.grid.blocks(2, 2, 300, multiprocessors=132)
 
 
 # Split keys
