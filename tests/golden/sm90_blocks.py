@@ -195,14 +195,6 @@ def producer(
     while tile < tiles:
         batch, head, start_m = tile_at(tile, batches, heads, q_len)
         kv_head = head // heads_per_kv
-        slot = turn % 2
-        mbarrier.wait(ticket_empty.index(slot), turn // 2 & 1 ^ 1)
-        ticket.index(4 * slot).store(gl.full([1], batch, gl.int32, ONE_WARP))
-        ticket.index(4 * slot + 1).store(gl.full([1], head, gl.int32, ONE_WARP))
-        ticket.index(4 * slot + 2).store(gl.full([1], start_m, gl.int32, ONE_WARP))
-        mbarrier.arrive(ticket_full.index(slot), count=1)
-        tile = gl.atomic_add(WORKSPACE, 1) + gl.num_programs(0)
-
         listed = (
             LISTS
             + batch.to(gl.int64) * stride_lb
@@ -213,6 +205,16 @@ def producer(
         blocks = partial + gl.load(listed + 1)
         end = 1 + gl.cdiv(k_len, BLOCK_N)  # of the list
         first_block = gl.where(partial > 0, gl.load(listed + 2), gl.load(listed + end))
+        slot = turn % 2
+        mbarrier.wait(ticket_empty.index(slot), turn // 2 & 1 ^ 1)
+        ticket.index(8 * slot).store(gl.full([1], batch, gl.int32, ONE_WARP))
+        ticket.index(8 * slot + 1).store(gl.full([1], head, gl.int32, ONE_WARP))
+        ticket.index(8 * slot + 2).store(gl.full([1], start_m, gl.int32, ONE_WARP))
+        ticket.index(8 * slot + 3).store(gl.full([1], partial, gl.int32, ONE_WARP))
+        ticket.index(8 * slot + 4).store(gl.full([1], blocks, gl.int32, ONE_WARP))
+        ticket.index(8 * slot + 5).store(gl.full([1], first_block, gl.int32, ONE_WARP))
+        mbarrier.arrive(ticket_full.index(slot), count=1)
+        tile = gl.atomic_add(WORKSPACE, 1) + gl.num_programs(0)
 
         next_block = first_block
         for block in range(blocks):
@@ -245,7 +247,7 @@ def producer(
     # No first row: no more tiles.
     slot = turn % 2
     mbarrier.wait(ticket_empty.index(slot), turn // 2 & 1 ^ 1)
-    ticket.index(4 * slot + 2).store(gl.full([1], -1, gl.int32, ONE_WARP))
+    ticket.index(8 * slot + 2).store(gl.full([1], -1, gl.int32, ONE_WARP))
     mbarrier.arrive(ticket_full.index(slot), count=1)
 
     # Whoever ends last leaves the counters as they were: zero.
@@ -273,9 +275,12 @@ def consumer(
     turn = 0  # tiles so far
     slot = turn % 2
     mbarrier.wait(ticket_full.index(slot), turn // 2 & 1)
-    batch = gl.max(ticket.index(4 * slot).load(FOUR_WARPS), 0)
-    head = gl.max(ticket.index(4 * slot + 1).load(FOUR_WARPS), 0)
-    start_m = gl.max(ticket.index(4 * slot + 2).load(FOUR_WARPS), 0)
+    batch = gl.max(ticket.index(8 * slot).load(FOUR_WARPS), 0)
+    head = gl.max(ticket.index(8 * slot + 1).load(FOUR_WARPS), 0)
+    start_m = gl.max(ticket.index(8 * slot + 2).load(FOUR_WARPS), 0)
+    partial = gl.max(ticket.index(8 * slot + 3).load(FOUR_WARPS), 0)
+    blocks = gl.max(ticket.index(8 * slot + 4).load(FOUR_WARPS), 0)
+    first_block = gl.max(ticket.index(8 * slot + 5).load(FOUR_WARPS), 0)
     mbarrier.arrive(ticket_empty.index(slot), count=1)
     while start_m >= 0:
         listed = (
@@ -284,10 +289,7 @@ def consumer(
             + head.to(gl.int64) * stride_lh
             + (start_m // BLOCK_M).to(gl.int64) * stride_lm
         )
-        partial = gl.load(listed)
-        blocks = partial + gl.load(listed + 1)
         end = 1 + gl.cdiv(k_len, BLOCK_N)  # of the list
-        first_block = gl.where(partial > 0, gl.load(listed + 2), gl.load(listed + end))
         start_m += CONSUMER * STRIP
 
         rows = start_m + gl.arange(0, ROWS, layout=ROW_LAYOUT)
@@ -415,9 +417,12 @@ def consumer(
         turn += 1
         slot = turn % 2
         mbarrier.wait(ticket_full.index(slot), turn // 2 & 1)
-        batch = gl.max(ticket.index(4 * slot).load(FOUR_WARPS), 0)
-        head = gl.max(ticket.index(4 * slot + 1).load(FOUR_WARPS), 0)
-        start_m = gl.max(ticket.index(4 * slot + 2).load(FOUR_WARPS), 0)
+        batch = gl.max(ticket.index(8 * slot).load(FOUR_WARPS), 0)
+        head = gl.max(ticket.index(8 * slot + 1).load(FOUR_WARPS), 0)
+        start_m = gl.max(ticket.index(8 * slot + 2).load(FOUR_WARPS), 0)
+        partial = gl.max(ticket.index(8 * slot + 3).load(FOUR_WARPS), 0)
+        blocks = gl.max(ticket.index(8 * slot + 4).load(FOUR_WARPS), 0)
+        first_block = gl.max(ticket.index(8 * slot + 5).load(FOUR_WARPS), 0)
         mbarrier.arrive(ticket_empty.index(slot), count=1)
     tma.store_wait(0)
 
@@ -450,8 +455,8 @@ def attention_fwd_sm90_d64_causal_and_block_sparse_heads_bf16_c1x2n64s4g4p1_late
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    # Two tickets of 4 words: batch, head, first row and one to spare.
-    ticket = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Two tickets of 8 words: batch, head, first row; blocks kept in part, all, the first one; two spare.
+    ticket = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ticket_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
