@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ import torch
 
 from flashgen.build.interpret import _allocated
 from flashgen.build.launch import _extents
-from flashgen.codegen.abi import AXES, GRID_RULES, Arg, environment_names
+from flashgen.codegen.abi import AXES, GRID_RULES, WORKSPACE, Arg, environment_names
 from flashgen.codegen.source import KernelSource
 from flashgen.spec.attention import CallFacts
 
@@ -33,8 +34,27 @@ _here = threading.local()
 """Of a thread: the program it is a part of, and its products and copies that were not waited for."""
 
 
+class Differ(Exception):
+    """A branch on a condition that holds in some threads (`taken`) and not in others."""
+
+    def __init__(self, taken: torch.Tensor) -> None:
+        super().__init__("a branch on a condition that is not the same everywhere")
+        self.taken = taken
+
+
 class Value(torch.Tensor):
     """A tensor, or a number of 0 axes, whose integers are divided as Triton does: towards zero."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    def __bool__(self) -> bool:
+        held = self.ne(0)
+        if not (some := torch.any(held).item()) or torch.all(held).item():
+            return bool(some)
+        raise Differ(held)
 
     def __floordiv__(self, other: Any) -> Any:
         return torch.div(self, other, rounding_mode="trunc")
@@ -61,7 +81,7 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     @classmethod
-    def to(cls, tensor: torch.Tensor) -> Pointer:
+    def into(cls, tensor: torch.Tensor) -> Pointer:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((size,), (1,), 0), value(tensor.storage_offset()))
 
@@ -81,9 +101,19 @@ class Pointer:
         kept = torch.ones_like(at, dtype=torch.bool) if mask is None else value(mask).broadcast_to(at.shape)
         self.memory[at[kept]] = given[kept]
 
+    def atomic_add(self, given: Any) -> Any:
+        with _ATOMIC:
+            before = self.load().clone()
+            self.store(before + given)
+        _dawdle("atomic_add")
+        return before
+
+
+_ATOMIC = threading.Lock()
+
 
 class Shared:
-    """A view of shared memory, full of NaN at first."""
+    """A view of shared memory, full of NaN or of the greatest integer at first."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view, self.dtype, self.shape = view, view.dtype, view.shape
@@ -134,6 +164,14 @@ class Program:
         self.changed = threading.Condition()
         self.error: BaseException | None = None
 
+    def launch(self, kernel: Any, arguments: list[Any]) -> None:
+        """Runs it as this program: in a thread of its own, others may run beside it."""
+        try:
+            _here.program, _here.partition = self, 0
+            kernel(*arguments)
+        except BaseException as error:
+            self.error = self.error or error
+
     def run(self, partitions: list[tuple[Any, tuple[Any, ...]]]) -> None:
         def partition(index: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _here.program, _here.partition = self, index
@@ -147,15 +185,16 @@ class Program:
                 with self.changed:
                     self.changed.notify_all()
 
-        threads = [
-            threading.Thread(target=partition, args=(index, *each)) for index, each in enumerate(partitions)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.error is not None:
-            raise self.error
+        side_by_side(partition, [(index, *each) for index, each in enumerate(partitions)])
+
+
+def side_by_side(function: Any, calls: list[tuple[Any, ...]]) -> None:
+    """Each call in a thread of its own, until all have ended."""
+    threads = [threading.Thread(target=function, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Barring:
@@ -292,7 +331,8 @@ class Layout:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barrier() if shape == [1] else Barriers(Barrier() for _ in range(shape[0]))
-    return Shared(torch.full([int(each) for each in shape], torch.nan, dtype=dtype))
+    unwritten = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    return Shared(torch.full([int(each) for each in shape], unwritten).to(dtype))
 
 
 def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
@@ -300,47 +340,153 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
     _here.program.run(partitions)
 
 
+def _registers(tile: Any) -> Any:
+    """(64, columns) as (registers, 128 threads), as wgmma leaves sums: of every 8 columns a thread has two
+    neighbouring ones of a row, and of the row 8 below."""
+    columns = tile.shape[1]
+    parts = tile.reshape(4, 2, 8, columns // 8, 4, 2)  # warps, halves, rows; eights, lanes of a row, neighbours
+    return parts.permute(3, 1, 5, 0, 2, 4).reshape(columns // 2, 128)
+
+
+def _tile(registers: Any) -> Any:
+    """And back."""
+    columns = 2 * registers.shape[0]
+    return registers.reshape(columns // 8, 2, 2, 4, 8, 4).permute(3, 1, 4, 0, 5, 2).reshape(64, columns)
+
+
+def _map_elementwise(function: Any, *tiles: Any, pack: int) -> tuple[Any, ...]:
+    """What a thread's function makes of all its registers of each tile."""
+    given = [_registers(each) for each in torch.broadcast_tensors(*(value(each) for each in tiles))]
+    assert all(each.shape[0] == pack for each in given), "a thread's registers are not all of the tile's"
+    made = _of_threads(function, [register for each in given for register in each.unbind(0)])
+    return tuple(_tile(torch.stack(made[i : i + pack])) for i in range(0, len(made), pack))
+
+
+def _of_threads(function: Any, registers: list[Any]) -> list[Any]:
+    """For all threads at once; where they part at a branch, for those of either side apart."""
+    try:
+        return [value(each).broadcast_to(registers[0].shape) for each in function(*registers)]
+    except Differ as differ:
+        taken = differ.taken
+    there, elsewhere = (
+        _of_threads(function, [each[side] for each in registers]) for side in (taken, ~taken)
+    )
+    made = [torch.empty(taken.shape, dtype=each.dtype) for each in there]
+    for whole, *sides in zip(made, there, elsewhere, strict=True):
+        whole[taken], whole[~taken] = sides
+    return [value(each) for each in made]
+
+
+def _of_warps(x: Any) -> Any:
+    assert x.dim() == 1 and x.numel() % 32 == 0, "not all threads of a warp come here"
+    return x.reshape(-1, 32)
+
+
+def _word(low: Any, high: Any, dtype: torch.dtype) -> Any:
+    """Two numbers as halves of a word; a NaN as the hardware writes it, whose sign is positive."""
+    pair = torch.stack([low, high], -1).to(dtype)
+    halves = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    words = {1: torch.int16, 2: torch.int32}[dtype.itemsize]
+    bits = torch.where(pair.float().isnan(), torch.iinfo(halves).max, pair.view(halves)).to(halves)
+    return value(bits.contiguous().view(words)[..., 0])
+
+
+def _larger_halves(a: Any, b: Any, dtype: torch.dtype) -> Any:
+    pairs = [each.contiguous()[..., None].view(dtype) for each in (a, b)]
+    return _word(*torch.maximum(*pairs).unbind(-1), dtype)
+
+
+_HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
+INSTRUCTIONS = {
+    "mov.b32": lambda x: x if not isinstance(x, tuple) else torch.stack(x, -1).view(torch.int32)[..., 0],
+    "rcp.approx.ftz.f32": lambda x: 1.0 / x,
+    "max.f32": torch.fmax,
+    "setp.ne.b32": lambda a, b: a != b,
+    "selp.b32": lambda a, b, keep: torch.where(keep, a, b),
+    "vote.sync.any.pred": lambda x, _: _of_warps(x).any(1, keepdim=True).expand(-1, 32).reshape(-1),
+    "shfl.sync.bfly.b32": lambda x, by, *_: _of_warps(x)[:, torch.arange(32) ^ by].reshape(-1),
+    **{f"cvt.rn.{name}.f32": lambda a, b, t=each: _word(b, a, t) for name, each in _HALVES.items()},
+    **{f"max.NaN.{name}": lambda a, b, t=each: _larger_halves(a, b, t) for name, each in _HALVES.items()},
+    "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _word(
+        b.clamp(-448, 448), a.clamp(-448, 448), torch.float8_e4m3fn
+    ),
+}
+
+
 def _assembly(text: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
-    """The one instruction that rules are written in."""
-    assert text.startswith("rcp.approx")
-    return 1.0 / arguments[0]
+    """PTX of those instructions, line by line."""
+    known: dict[str, Any] = {f"${i}": value(each) for i, each in enumerate(arguments, 1)}
+
+    def operand(name: str) -> Any:
+        if name.startswith("{"):
+            return tuple(known[part.strip()] for part in name[1:-1].split(","))
+        return known[name] if name in known else int(name, 0)
+
+    for line in text.strip("{} \n").split(";"):
+        instruction, _, operands = line.strip().partition(" ")
+        if instruction and instruction != ".reg":
+            to, *given = re.split(r", *(?![^{]*})", operands)
+            known[to] = value(INSTRUCTIONS[instruction](*(operand(each) for each in given)))
+    return known["$0"]
+
+
+def _extreme(of: Any, worst: float) -> Any:
+    """`max` or `min` along an axis: NaN only where there is nothing else."""
+
+    def reduced(x: Any, axis: int) -> Any:
+        if not x.dtype.is_floating_point:
+            return value(of(x, axis))
+        nothing = x.isnan()
+        found = of(torch.where(nothing, worst, x), axis)
+        return value(torch.where(nothing.all(axis), torch.nan, found))
+
+    return reduced
 
 
 def _language() -> Any:
     def pairwise(function: Any) -> Any:
         return lambda a, b: value(function(value(a), value(b)))
 
-    names = ("zeros", "full", "exp2", "exp", "log", "log2", "sqrt", "abs", "floor", "reshape", "zeros_like")
-    named = {name: getattr(torch, name) for name in names}
+    names = ("exp2", "exp", "log", "log2", "sqrt", "abs", "floor", "reshape", "zeros_like", "permute")
+    types = ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
+    layouts = ("Blocked", "NVMMADistributed", "Slice", "DotOperand", "SwizzledShared")
+    named = {name: getattr(torch, name) for name in (*names, *types)}
+    named |= {f"{name}Layout": Layout for name in layouts}
     return SimpleNamespace(
         **named
         | {
             "zeros": lambda shape, dtype, layout=None: value(torch.zeros(shape, dtype=dtype)),
-            "full": lambda shape, x, dtype, layout=None: value(torch.full(shape, x, dtype=dtype)),
+            "full": lambda shape, x, dtype, layout=None: value(x).to(dtype).expand(shape).clone(),
+            "full_like": lambda like, x: value(torch.full_like(like, x)),
+            "to_tensor": value,
             "arange": lambda start, end, layout=None: value(torch.arange(start, end)),
-            "permute": lambda x, order: x.permute(order),
-            "minimum": pairwise(torch.minimum),
-            "maximum": pairwise(torch.maximum),
+            "range": lambda *ends, **_: range(*ends),
+            "expand_dims": torch.unsqueeze,
+            "broadcast": torch.broadcast_tensors,
+            "join": lambda a, b: torch.stack([a, b], -1),
+            "split": lambda x: x.unbind(-1),
+            "minimum": pairwise(torch.fmin),  # of a number and NaN both give the number
+            "maximum": pairwise(torch.fmax),
+            "min": _extreme(torch.amin, torch.inf),
+            "max": _extreme(torch.amax, -torch.inf),
+            "cumsum": torch.cumsum,
             "cdiv": lambda a, b: (value(a) + (b - 1)) // b,
-            "where": lambda keep, a, b: value(torch.where(keep, a, b)),
+            "where": lambda keep, a, b: value(torch.where(value(keep), a, b)),
             "sum": lambda x, axis: x.sum(axis),
             "convert_layout": lambda x, layout: x,
             "inline_asm_elementwise": _assembly,
+            "map_elementwise": _map_elementwise,
             "load": Pointer.load,
             "store": Pointer.store,
+            "atomic_add": Pointer.atomic_add,
             "program_id": lambda axis: value(_here.program.index),
             "num_programs": lambda axis: value(_here.program.programs),
             "static_range": range,
             "constexpr": lambda x: x,
             "allocate_shared_memory": _allocate,
             "warp_specialize": _specialize,
-            "NVMMADistributedLayout": Layout,
-            "SliceLayout": Layout,
-            "DotOperandLayout": Layout,
             "NVMMASharedLayout": SimpleNamespace(get_default_for=Layout),
-            "int32": torch.int32,
-            "int64": torch.int64,
-            "float32": torch.float32,
+            "float8e4nv": torch.float8_e4m3fn,
         }
     )
 
@@ -367,24 +513,34 @@ def loaded(text: str) -> dict[str, Any]:
 def _passed(arg: Arg, values: dict[str, Any]) -> Any:
     given = values[arg.source]
     if not arg.is_descriptor:
-        return Pointer.to(given) if isinstance(given, torch.Tensor) else value(given)
+        return Pointer.into(given) if isinstance(given, torch.Tensor) else value(given)
     shape = [values[name] for name in _extents(arg.source)]
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
     return Descriptor(given.as_strided(shape, strides)[..., arg.offset :], arg.box)
 
 
-def run(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> None:
-    """Runs every program of each of the file's kernels, one after the other, writing into the tensors."""
+def run(source: KernelSource, facts: CallFacts, env: tuple[Any, ...], multiprocessors: int = 2) -> None:
+    """Runs every program of each of the file's kernels, writing into the tensors.
+
+    Those of a persistent grid run side by side, others one after the other.
+    """
     values = dict(zip(environment_names(source.spec), env, strict=True))
     for buffer in source.scratch:
         values |= _allocated(buffer, values)
+    values[WORKSPACE] = torch.zeros(2, dtype=torch.int32)
     names = loaded(source.text)
     before = [part for part in source.parts if part.before]
     after = [part for part in source.parts if not part.before]
     for part in (*before, None, *after):
         abi = source.abi(facts, part)
-        blocks = abi.grid.blocks(*(values[name] for name in GRID_RULES[abi.grid.rule]), multiprocessors=1)
-        arguments = [_passed(arg, values) for arg in abi.args]
-        for index in range(blocks):
-            _here.program = Program(index, blocks)
-            names[part.name if part else source.name](*arguments)
+        blocks = abi.grid.blocks(*(values[name] for name in GRID_RULES[abi.grid.rule]), multiprocessors)
+        kernel, arguments = names[part.name if part else source.name], [_passed(arg, values) for arg in abi.args]
+        programs = [Program(index, blocks) for index in range(blocks)]
+        at_once = blocks if abi.grid.rule.endswith("persistent") else 1
+        for first in range(0, blocks, at_once):
+            of_them = programs[first : first + at_once]
+            side_by_side(Program.launch, [(program, kernel, arguments) for program in of_them])
+            for program in of_them:
+                if program.error is not None:
+                    raise program.error
+    assert not values[WORKSPACE].any(), "the workspace is not left zeroed"
