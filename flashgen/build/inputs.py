@@ -87,7 +87,7 @@ class Inputs:
         env = flatten(self.q, self.k, self.v, out, lse, scale, values, tensors, self.layout, pointers)
         if self.quantized is not None:
             heads, kv_heads = self.bhsd(self.q).shape[1], self.bhsd(self.k).shape[1]
-            env += self.quantized.entries(kv_heads, heads // kv_heads)
+            env += self.quantized.entries(kv_heads, heads // kv_heads, pointers)
         return env + self._of_sinks(pointers)
 
     def _of_sinks(self, pointers: bool) -> tuple[Any, ...]:

@@ -39,12 +39,13 @@ class Quantized:
         product = scale * self.of_scores
         return product if abs(product) >= _LEAST else 0.0
 
-    def entries(self, kv_heads: int, heads_per_kv: int) -> tuple[Any, ...]:
-        """The end of a call's environment, see `codegen.abi.environment_names`."""
+    def entries(self, kv_heads: int, heads_per_kv: int, pointers: bool = True) -> tuple[Any, ...]:
+        """The end of a call's environment, see `codegen.abi.environment_names`; `pointers` as in `flatten`."""
+        address = _pointer if pointers else _tensor
         v_factor = 1.0 if isinstance(self.v, Tensor) else self.v
-        q, (batch, head, member) = _pointer(self.q), _strides(self.q, kv_heads, heads_per_kv)
-        k, k_strides = _pointer(self.k), _strides(self.k, kv_heads, heads_per_kv)
-        v, v_strides = _pointer(self.v), _strides(self.v, kv_heads, heads_per_kv)
+        q, (batch, head, member) = address(self.q), _strides(self.q, kv_heads, heads_per_kv)
+        k, k_strides = address(self.k), _strides(self.k, kv_heads, heads_per_kv)
+        v, v_strides = address(self.v), _strides(self.v, kv_heads, heads_per_kv)
         return (v_factor, q, batch, head, member, k, *k_strides[:2], v, *v_strides[:2])
 
     def true(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +60,10 @@ class Quantized:
             "v_descale": self.v,
             "out_dtype": self.out_dtype,
         }
+
+
+def _tensor(factor: Factor) -> Tensor | None:
+    return factor if isinstance(factor, Tensor) else None
 
 
 def _pointer(factor: Factor) -> int:

@@ -85,16 +85,23 @@ class Pointer:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((size,), (1,), 0), value(tensor.storage_offset()))
 
+    def to(self, dtype: torch.dtype) -> Any:
+        return value(self.memory.data_ptr())
+
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.memory, self.at + steps)
+
+    def __sub__(self, steps: Any) -> Pointer:
+        return Pointer(self.memory, self.at - steps)
 
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         at = value(self.at)
         if mask is None:
             return value(self.memory[at])
         at, mask = torch.broadcast_tensors(at, value(mask))
-        found = self.memory[torch.where(mask, at, 0)]
-        return value(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
+        found = torch.full(at.shape, other, dtype=self.memory.dtype)
+        found[mask] = self.memory[at[mask]]
+        return value(found)
 
     def store(self, given: Any, mask: Any = None) -> None:
         at, given = torch.broadcast_tensors(value(self.at), value(given).to(self.memory.dtype))
@@ -260,6 +267,21 @@ class Descriptor:
         return inside, tuple(slice(0, count) for count in counts)
 
 
+class PackedRows(Descriptor):
+    """Of packed sequences: box (outer, head, inner, dim) begins at row outer + inner - rows of a box, and has
+    as many rows less as inner is."""
+
+    def parts(self, at: list[Any]) -> tuple[Any, Any]:
+        outer, head, inner, dim = (int(each) for each in at)
+        members, rows = self.box[1:3]
+        start, count = outer + inner - rows, rows - inner
+        length = self.tensor.shape[2]
+        assert 0 <= start < start + count <= length, f"a box of rows {start} to {start + count} of {length}"
+        inside, there = super().parts([0, head, start, dim])
+        assert there[1] == slice(0, members)
+        return (*inside[:2], slice(start, start + count), inside[3]), (*there[:2], slice(0, count), there[3])
+
+
 class Copying:
     """`tma`."""
 
@@ -340,26 +362,27 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
     _here.program.run(partitions)
 
 
-def _registers(tile: Any) -> Any:
-    """(64, columns) as (registers, 128 threads), as wgmma leaves sums: of every 8 columns a thread has two
-    neighbouring ones of a row, and of the row 8 below."""
-    columns = tile.shape[1]
-    parts = tile.reshape(4, 2, 8, columns // 8, 4, 2)  # warps, halves, rows; eights, lanes of a row, neighbours
-    return parts.permute(3, 1, 5, 0, 2, 4).reshape(columns // 2, 128)
+def _registers(tile: Any, pack: int) -> Any:
+    """(64, columns) as (pack, threads), `pack` registers of a thread at a time, as wgmma leaves sums.
+
+    Of every 8 columns a thread has two neighbouring ones of a row, and of the row 8 below. Its later registers
+    are those of one more thread each time; neighbours in a warp stay so.
+    """
+    parts = tile.reshape(4, 2, 8, -1, 4, 2)  # warps, halves, rows; eights, lanes of a row, neighbours
+    return parts.permute(3, 1, 5, 0, 2, 4).reshape(-1, pack, 128).transpose(0, 1).reshape(pack, -1)
 
 
-def _tile(registers: Any) -> Any:
+def _tile(registers: Any, pack: int) -> Any:
     """And back."""
-    columns = 2 * registers.shape[0]
-    return registers.reshape(columns // 8, 2, 2, 4, 8, 4).permute(3, 1, 4, 0, 5, 2).reshape(64, columns)
+    parts = registers.reshape(pack, -1, 128).transpose(0, 1).reshape(-1, 2, 2, 4, 8, 4)
+    return parts.permute(3, 1, 4, 0, 5, 2).reshape(64, -1)
 
 
 def _map_elementwise(function: Any, *tiles: Any, pack: int) -> tuple[Any, ...]:
-    """What a thread's function makes of all its registers of each tile."""
-    given = [_registers(each) for each in torch.broadcast_tensors(*(value(each) for each in tiles))]
-    assert all(each.shape[0] == pack for each in given), "a thread's registers are not all of the tile's"
-    made = _of_threads(function, [register for each in given for register in each.unbind(0)])
-    return tuple(_tile(torch.stack(made[i : i + pack])) for i in range(0, len(made), pack))
+    """What a thread's function makes of as many of its registers of each tile."""
+    same = torch.broadcast_tensors(*(value(each) for each in tiles))
+    made = _of_threads(function, [register for each in same for register in _registers(each, pack).unbind(0)])
+    return tuple(_tile(torch.stack(made[i : i + pack]), pack) for i in range(0, len(made), pack))
 
 
 def _of_threads(function: Any, registers: list[Any]) -> list[Any]:
@@ -513,10 +536,12 @@ def loaded(text: str) -> dict[str, Any]:
 def _passed(arg: Arg, values: dict[str, Any]) -> Any:
     given = values[arg.source]
     if not arg.is_descriptor:
+        given = given if given is not None or arg.type[0] != "*" else torch.empty(0)  # a null pointer
         return Pointer.into(given) if isinstance(given, torch.Tensor) else value(given)
     shape = [values[name] for name in _extents(arg.source)]
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
-    return Descriptor(given.as_strided(shape, strides)[..., arg.offset :], arg.box)
+    kind = PackedRows if "sequences" in values else Descriptor
+    return kind(given.as_strided(shape, strides)[..., arg.offset :], arg.box)
 
 
 def run(source: KernelSource, facts: CallFacts, env: tuple[Any, ...], multiprocessors: int = 2) -> None:
