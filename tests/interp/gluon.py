@@ -1,10 +1,12 @@
 """A stand-in for Gluon on CPU tensors: Triton's interpreter knows none of it.
 
 A rendered file runs as Python, its partitions as threads, over torch tensors. Values mean what they mean to
-the compiler; layouts mean nothing. Barriers count arrivals and bytes and have phases, copies fill and clip as
-TMA does, and an asynchronous product is made when it is waited for, not before: who frees a buffer too soon,
-waits for too few products or for a phase that nobody ends gets wrong numbers, an error, or a deadlock, which
-is told. What is not seen: fences between kinds of memory access, registers, and anything of time.
+the compiler; layouts mean nothing, but a function of a thread's registers gets them as wgmma deals them out.
+Barriers count arrivals and bytes and have phases, copies fill and clip as TMA does. Copies and asynchronous
+products are made when they are waited for, not before, and what a copy is to fill is NaN until then: who
+frees a buffer too soon, waits for too few products or for a phase that nobody ends gets wrong numbers, an
+error, or a deadlock, which is told. What is not seen: fences between kinds of memory access, other layouts,
+integers that overflow, and anything of time.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from flashgen.codegen.abi import AXES, GRID_RULES, WORKSPACE, Arg, environment_n
 from flashgen.codegen.source import KernelSource
 from flashgen.spec.attention import CallFacts
 
+torch.set_num_threads(1)  # partitions are threads enough: each would start others of its own to multiply
 PATIENCE_S = 60.0
 SLOW: dict[str, float] = {}
 """Seconds that `arrive`, `store_wait` or a `store of partition 1` take; else now and then a moment, so that
@@ -151,6 +154,13 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
+        self.copies: list[Any] = []
+        """Into shared memory, to be made by whoever waits."""
+
+    def copy(self) -> None:
+        while self.copies:
+            self.bytes -= self.copies.pop()()
+        self.settle()
 
     def settle(self) -> None:
         assert self.missing >= 0, "more arrivals than the barrier counts"
@@ -169,6 +179,7 @@ class Program:
     def __init__(self, index: int, programs: int) -> None:
         self.index, self.programs = index, programs
         self.changed = threading.Condition()
+        self.copying = 0
         self.error: BaseException | None = None
 
     def launch(self, kernel: Any, arguments: list[Any]) -> None:
@@ -193,10 +204,14 @@ class Program:
                     self.changed.notify_all()
 
         side_by_side(partition, [(index, *each) for index, each in enumerate(partitions)])
+        assert self.error or not self.copying, "tiles are copied that nobody waits for"
 
 
 def side_by_side(function: Any, calls: list[tuple[Any, ...]]) -> None:
-    """Each call in a thread of its own, until all have ended."""
+    """Each call in a thread of its own, until all have ended; a single one in this."""
+    if len(calls) == 1:
+        function(*calls[0])
+        return
     threads = [threading.Thread(target=function, args=call) for call in calls]
     for thread in threads:
         thread.start()
@@ -232,6 +247,9 @@ class Barring:
         until = time.monotonic() + PATIENCE_S
         with program.changed:
             while pred and barrier.phase == int(phase):
+                if barrier.copies:
+                    barrier.copy()
+                    continue
                 if program.error is not None:
                     raise RuntimeError("another partition failed") from program.error
                 assert time.monotonic() < until, f"nobody ends phase {int(phase)}"
@@ -289,13 +307,21 @@ class Copying:
     def async_copy_global_to_shared(
         source: Descriptor, at: list[Any], barrier: Barrier, tile: Shared
     ) -> None:
+        """The tile is NaN from here on, until somebody waits for the barrier."""
         assert tuple(tile.shape) == source.box
         inside, there = source.parts(at)
-        tile.view.zero_()
-        tile.view[there] = source.tensor[inside]
+        tile.view.copy_(torch.tensor(torch.nan))
+
+        def copied() -> int:
+            tile.view.zero_()
+            tile.view[there] = source.tensor[inside]
+            _here.program.copying -= 1
+            return tile.view.numel() * tile.view.element_size()
+
         with _here.program.changed:
-            barrier.bytes -= tile.view.numel() * tile.view.element_size()
-            barrier.settle()
+            barrier.copies.append(copied)
+            _here.program.copying += 1
+            _here.program.changed.notify_all()
 
     @staticmethod
     def async_copy_shared_to_global(target: Descriptor, at: list[Any], tile: Shared) -> None:
@@ -365,8 +391,8 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
 def _registers(tile: Any, pack: int) -> Any:
     """(64, columns) as (pack, threads), `pack` registers of a thread at a time, as wgmma leaves sums.
 
-    Of every 8 columns a thread has two neighbouring ones of a row, and of the row 8 below. Its later registers
-    are those of one more thread each time; neighbours in a warp stay so.
+    Of every 8 columns a thread has two neighbouring ones of a row, and of the row 8 below. Its next registers
+    count as those of another thread; neighbours in a warp stay so.
     """
     parts = tile.reshape(4, 2, 8, -1, 4, 2)  # warps, halves, rows; eights, lanes of a row, neighbours
     return parts.permute(3, 1, 5, 0, 2, 4).reshape(-1, pack, 128).transpose(0, 1).reshape(pack, -1)
@@ -391,9 +417,7 @@ def _of_threads(function: Any, registers: list[Any]) -> list[Any]:
         return [value(each).broadcast_to(registers[0].shape) for each in function(*registers)]
     except Differ as differ:
         taken = differ.taken
-    there, elsewhere = (
-        _of_threads(function, [each[side] for each in registers]) for side in (taken, ~taken)
-    )
+    there, elsewhere = (_of_threads(function, [each[side] for each in registers]) for side in (taken, ~taken))
     made = [torch.empty(taken.shape, dtype=each.dtype) for each in there]
     for whole, *sides in zip(made, there, elsewhere, strict=True):
         whole[taken], whole[~taken] = sides
@@ -559,7 +583,8 @@ def run(source: KernelSource, facts: CallFacts, env: tuple[Any, ...], multiproce
     for part in (*before, None, *after):
         abi = source.abi(facts, part)
         blocks = abi.grid.blocks(*(values[name] for name in GRID_RULES[abi.grid.rule]), multiprocessors)
-        kernel, arguments = names[part.name if part else source.name], [_passed(arg, values) for arg in abi.args]
+        kernel = names[part.name if part else source.name]
+        arguments = [_passed(arg, values) for arg in abi.args]
         programs = [Program(index, blocks) for index in range(blocks)]
         at_once = blocks if abi.grid.rule.endswith("persistent") else 1
         for first in range(0, blocks, at_once):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import gluon
@@ -16,7 +17,7 @@ from flashgen.build.inputs import TORCH, Inputs, make_inputs
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import KernelSource, render
 from flashgen.measure.check import Expected
-from flashgen.spec import masks, score_mods, tiles
+from flashgen.spec import masks, tiles
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
@@ -52,7 +53,7 @@ def check(work: Workload, config: str, layout: str = "bhsd") -> None:
 LENGTHS = ((70, 200), (200, 70), (1, 1), (129, 65))
 
 
-@pytest.mark.parametrize("config", [PLAIN, DYNAMIC, SPLIT, OPTIMISTIC])
+@pytest.mark.parametrize("config", [PLAIN, DYNAMIC, OPTIMISTIC])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda m: m.describe())
 def test_causal_and_full(mask: Mask, lengths: tuple[int, int], config: str) -> None:
@@ -73,7 +74,7 @@ CONFIGS = (
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda m: m.describe())
 def test_tunables(mask: Mask, config: str) -> None:
-    check(workload(16, dtype="fp16", mask=mask, batch=2, heads=4, q_len=140, k_len=400), config)
+    check(workload(16, dtype="fp16", mask=mask, heads=4, q_len=70, k_len=300), config)
 
 
 DIMS = ((32, 64), (72, 40), (96, 96), (128, 128), (192, 128))
@@ -93,10 +94,9 @@ def test_head_groups(heads: int, kv_heads: int, pack: int, layout: str) -> None:
         check(work, f"c1x1n64s2g4p{pack}_late_lazy_tree_lane_{schedule}", layout)
 
 
-@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
 @pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
-def test_masks(mask: Mask, config: str) -> None:
-    check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200), config)
+def test_masks(mask: Mask) -> None:
+    check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200), DYNAMIC)
 
 
 BY_RANGES = [mask for mask in TABLE_MASKS + COMBINED if tiles.lists(mask.rule) is None]
@@ -104,7 +104,7 @@ BY_RANGES = [mask for mask in TABLE_MASKS + COMBINED if tiles.lists(mask.rule) i
 
 @pytest.mark.parametrize("mask", BY_RANGES, ids=lambda m: m.describe())
 def test_split_keys(mask: Mask) -> None:
-    check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=70, k_len=300), SPLIT)
+    check(workload(16, dtype="bf16", mask=mask, batch=2, heads=1, q_len=9, k_len=300), SPLIT)
 
 
 RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
@@ -113,23 +113,26 @@ RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
 @pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
 @pytest.mark.parametrize("mod", RULES, ids=lambda m: m.describe())
 def test_score_rules(mod: ScoreMod, config: str) -> None:
-    check(workload(16, dtype="bf16", mask=WINDOW, score_mod=mod, q_len=133, k_len=250), config)
+    if config == OPTIMISTIC and mod.rule.may_drop:
+        return  # an optimistic maximum is of rows that have seen a score
+    check(workload(16, dtype="bf16", mask=WINDOW, score_mod=mod, q_len=70, k_len=200), config)
 
 
 @pytest.mark.parametrize("config", [DYNAMIC, SPLIT, OPTIMISTIC])
 @pytest.mark.parametrize("sinks", ["fp32", "bf16"])
 def test_sinks(sinks: str, config: str) -> None:
-    work = workload(16, dtype="bf16", batch=2, heads=4, kv_heads=2, q_len=90, k_len=200)
+    work = workload(16, dtype="bf16", heads=4, kv_heads=2, q_len=30, k_len=200)
     check(replace(work, spec=replace(work.spec, sinks=sinks)), config)
 
 
-BATCH, HEADS, Q_LEN, K_LEN = 2, 2, 290, 260
+BATCH, HEADS, Q_LEN, K_LEN = 2, 2, 290, 300
 DRAW = torch.Generator().manual_seed(1)
 DOCUMENTS = masks.document(torch.randint(0, 4, (BATCH, 300), generator=DRAW).sort(1).values.int())
 BLOCKS = Rule.parse("mask", "blocks[head, q_idx // 32, k_idx // 64] where blocks: i1")
 LISTED = {
     "documents": DOCUMENTS,
     "causal": CAUSAL & DOCUMENTS,
+    "two": masks.document((torch.arange(300) >= 200).int().expand(BATCH, -1)),
     "padded": DOCUMENTS & masks.key_padding(torch.tensor([190, 0])),
     "one": masks.document(torch.full((BATCH, 300), 7)),
     "each its own": masks.document(torch.stack([torch.randperm(300, generator=DRAW) for _ in range(BATCH)])),
@@ -156,10 +159,165 @@ def test_lists(name: str, config: str) -> None:
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda m: m.describe())
 def test_packed_sequences(mask: Mask, config: str) -> None:
     lengths = (130, 0, 5, 64, 1), (130, 9, 0, 200, 40)
-    judge(*packed(*lengths, mask=mask, dtype="bf16"), config)
+    judge(*packed(*lengths, mask=mask, dtype="bf16", heads=1), config)
 
 
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, OPTIMISTIC])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda m: m.describe())
 def test_8_bit_inputs(mask: Mask, config: str) -> None:
-    check(workload(32, dtype="e4m3", mask=mask, batch=2, q_len=90, k_len=200), config)
+    check(workload(32, dtype="e4m3", mask=mask, heads=1, q_len=90, k_len=200), config)
+
+
+def ramped(work: Workload, first: float, last: float) -> Inputs:
+    """Scores grow along the keys from `first` to `last` times their size."""
+    inputs = make_inputs(work, "cpu")
+    most = max(first, last)
+    ramp = torch.linspace(first / most, last / most, work.k_len)[:, None]
+    return replace(inputs, k=(inputs.k.float() * ramp).to(inputs.k.dtype), scale=inputs.scale * most)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
+@pytest.mark.parametrize("first,last", [(0.1, 8.0), (8.0, 0.1)])
+def test_maxima_that_keep_rising_or_stay(first: float, last: float, config: str, dtype: str) -> None:
+    """Keys are walked from the last to the first, so they rise where the first scores are the largest."""
+    work = workload(32, dtype=dtype, mask=FULL, heads=1, q_len=70, k_len=300)
+    judge(ramped(work, first, last), work.spec, config)
+
+
+@pytest.mark.parametrize("config", [PLAIN, DYNAMIC, SPLIT, OPTIMISTIC])
+def test_rows_without_any_key(config: str) -> None:
+    work = workload(16, dtype="bf16", q_len=70, k_len=30)
+    out, lse = run(make_inputs(work, "cpu"), render(work.spec, FAMILY.find(config), toolchain()))
+    assert (out[:, :, :40] == 0).all() and (lse[:, :, :40] == -math.inf).all()
+    assert lse[:, :, 40:].isfinite().all() and out[:, :, 40:].any(-1).all()
+
+
+MISTAKES = {
+    "values are given back before they are multiplied": (
+        DYNAMIC,
+        r"(\n +acc, p, next_p = warp[^\n]+)(\n +mbarrier.arrive\(v_empty[^\n]+)",
+        r"\2\1",
+        "arrive",
+    ),
+    "values are multiplied before they are there": (
+        DYNAMIC,
+        r" +mbarrier.wait\(v_full.index\(v_stage\)[^\n]+\n",
+        "",
+        "",
+    ),
+    "scores are used before they are waited for": (
+        PLAIN,
+        r"warpgroup_mma_wait\(1, deps=\[score",
+        "warpgroup_mma_wait(2, deps=[score",
+        "",
+    ),
+    "the producer waits for the wrong phase of the keys": (
+        PLAIN,
+        r"(wait\(k_empty.index\(stage\), phase) \^ 1",
+        r"\1",
+        "",
+    ),
+    "the consumers wait for the wrong phase of the queries": (
+        DYNAMIC,
+        r"q_full, turn & 1",
+        "q_full, turn & 1 ^ 1",
+        "",
+    ),
+    "values come from the stage of the scores": (
+        PLAIN,
+        r"v_smem.index\(v_stage\)",
+        "v_smem.index(stage)",
+        "",
+    ),
+    "a consumer that sees less frees no stage of the rest": (
+        DYNAMIC,
+        r"(for start_n in range\(tile_hi - BLOCK_N, )hi( - BLOCK_N)",
+        r"\1tile_hi\2",
+        "",
+    ),
+    "queries are overwritten by those of the next tile": (
+        DYNAMIC,
+        r" +mbarrier.wait\(q_empty[^\n]+\n",
+        "",
+        "wait",
+    ),
+    "a ticket is that of the other slot": (DYNAMIC, r"slot \+ 2\).load", "(1 - slot) + 2).load", ""),
+    "a ticket's slot is read before it is written": (
+        DYNAMIC,
+        r" +mbarrier.wait\(ticket_full[^\n]+\n",
+        "",
+        "wait",
+    ),
+    "an output is overwritten before it has left": (
+        DYNAMIC,
+        r" +tma.store_wait\(0\)  # the last[^\n]+\n",
+        "",
+        "",
+    ),
+    "nobody leaves the counters zeroed": (DYNAMIC, r"gl.store\(WORKSPACE, 0\)", "pass", ""),
+    "sums keep the old maximum's size": (
+        DYNAMIC,
+        r"(factor = gl.exp2\()row_max - ",
+        r"\1row_max - row_max + 0 * ",
+        "",
+    ),
+    "a thread's rows are taken for each other": (DYNAMIC, r"a2 \* s2, a3 \* s3", "a2 * s0, a3 * s1", ""),
+    "weights that are too large are not taken again": (
+        OPTIMISTIC,
+        r"if any_of_warp\(.+\) != 0:",
+        "if False:",
+        "",
+    ),
+    "a row's maximum is that of two of its four threads": (
+        OPTIMISTIC,
+        r"(bfly.b32 other, \$1, )2",
+        r"\g<1>1",
+        "",
+    ),
+}
+"""In which config, what to replace by what in the rendered text, and what is slow where that is a race."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_stand_in_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, pattern, wrong, slow = MISTAKES[mistake]
+    work = workload(32, dtype="fp16", mask=CAUSAL, heads=3, q_len=300, k_len=300)
+    assert seen(ramped(work, 8.0, 0.1), work.spec, config, (pattern, wrong), slow, monkeypatch)
+
+
+LISTED_MISTAKES = {
+    "the words of a ticket are swapped": (
+        r"\(ticket.index\(8 \* slot \+ 3\).load",
+        "(ticket.index(8 * slot + 4).load",
+    ),
+    "the first block is another": (r"(first_block = gl.where\()partial > 0", r"\1partial == 0"),
+    "whole blocks are read from the front": (r"end \+ partial - ahead", "2 + ahead"),
+    "consumers walk the list otherwise than the producer": (r"partial, 2 \+ block", "partial, 1 + block"),
+    "a slot is half as long": (r"ticket.index\(8 \* slot \+ 5\).store", "ticket.index(8 * slot + 4).store"),
+}
+
+
+@pytest.mark.parametrize("mistake", LISTED_MISTAKES)
+def test_the_stand_in_sees_mistakes_in_lists(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen(*listed("two"), DYNAMIC, LISTED_MISTAKES[mistake], "", monkeypatch)
+
+
+def seen(
+    inputs: Inputs,
+    spec: AttentionSpec,
+    config: str,
+    change: tuple[str, str],
+    slow: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """What the stand-in says of a rendered text with something in it replaced."""
+    monkeypatch.setattr(gluon, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(gluon, "SLOW", {slow: 0.02})
+    source = render(spec, FAMILY.find(config), toolchain())
+    text, changes = re.subn(*change, source.text)
+    assert changes
+    try:
+        return Expected(inputs, spec).judge(*run(inputs, replace(source, text=text))).reason
+    except Exception as error:
+        return repr(error)
