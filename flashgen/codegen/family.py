@@ -350,8 +350,8 @@ class Family:
 
         Args:
             workload: a call whose rows leave more than half of the GPU idle has its keys split, where the
-                family can, into the largest number of parts that the GPU runs at once and that leaves each
-                `LEAST_BLOCKS`.
+                family can, into the largest power of two of parts that the GPU runs at once and that leaves
+                each `LEAST_BLOCKS`.
 
         Raises:
             DoesNotFit: none does; the message lists what was tried.
@@ -364,7 +364,8 @@ class Family:
         tiling = self.tiling(split)
         together = target.sm_count * tiling.programs // max(tiling.tiles(workload), 1)
         most = min(together, workload.k_len // (LEAST_BLOCKS * tiling.block_n))
-        splits = max(self._numbers_of_splits(most), default=1)
+        # Powers of two alone: keys that grow by one at a time load few kernels.
+        splits = max((each for each in self._numbers_of_splits(most) if each.bit_count() == 1), default=1)
         return config if splits == 1 else self.config(**split.to_json(), splits=splits)
 
     def _default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int) -> Config:
