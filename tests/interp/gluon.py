@@ -71,6 +71,9 @@ class Value(torch.Tensor):
     def __isub__(self, other: Any) -> Any:
         return self - other
 
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
 
 def value(given: Any) -> Any:
     return torch.as_tensor(given).as_subclass(Value)
