@@ -461,6 +461,7 @@ INSTRUCTIONS = {
         b.clamp(-448, 448), a.clamp(-448, 448), torch.float8_e4m3fn
     ),
 }
+"""By their names, over a register of all threads that come to one."""
 
 
 def _assembly(text: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
