@@ -40,7 +40,7 @@ class Quantized:
         return product if abs(product) >= _LEAST else 0.0
 
     def entries(self, kv_heads: int, heads_per_kv: int, pointers: bool = True) -> tuple[Any, ...]:
-        """The end of a call's environment, see `codegen.abi.environment_names`; pointers as in `flatten`."""
+        """The end of a call's environment, see `codegen.abi.environment_names`; `pointers`: see `flatten`."""
         address = _pointer if pointers else _tensor
         v_factor = 1.0 if isinstance(self.v, Tensor) else self.v
         q, (batch, head, member) = address(self.q), _strides(self.q, kv_heads, heads_per_kv)
