@@ -8,7 +8,7 @@ from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_argume
 from flashgen.codegen.attention_bwd import gradient_values, prepare_part
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
-from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.codegen.family import Family, Shared, Tiling, listed
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
@@ -56,19 +56,19 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
     return held + (dims * KEYS // (2 * _LANES) if config["operands"] == "registers" else 0)
 
 
-def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
-    from flashgen.codegen import lists  # see `family.listed`
-
-    refused = {
+def _leaves(spec: AttentionSpec) -> str:
+    reasons = {
         "computes gradients of dense calls, and these sequences are packed": spec.packed,
         "computes gradients of q, k and v, and those of sinks are asked for, too": spec.sinks,
         "computes gradients of q, k and v, and those of what the score rule reads "
         f"({', '.join(spec.learned)}) are asked for, too": spec.learned,
-        "walks ranges of rows, and this mask lists blocks of them": lists.used(spec, "q"),
+        "walks ranges of rows, and this mask lists blocks of them": listed(spec.mask, "q"),
         f"computes dq of head_dim up to {MOST_HEAD_DIM}, not {spec.head_dim}": spec.head_dim > MOST_HEAD_DIM,
     }
-    if reason := next((reason for reason, holds in refused.items() if holds), ""):
-        return reason
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     if (needed := registers_needed(config, spec)) > TILE_REGISTERS:
         return (
             f"holds {needed} registers of tiles in each of a consumer's threads, which has {TILE_REGISTERS} "
@@ -186,6 +186,7 @@ ATTENTION_BWD_SM90 = Family(
     shared_bytes=_shared_bytes,
     defaults=_defaults,
     dropout=False,
+    leaves=_leaves,
     derived=_derived,
     signature=_signature,
     parts=_parts,

@@ -131,6 +131,8 @@ class Family:
     """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
     dropout: bool = True
     """Whether its kernels can drop weights at random."""
+    leaves: Callable[[AttentionSpec], str] = lambda spec: ""
+    """What else of a spec makes it another family's, whatever the config is: why, or empty text."""
     language: str = "triton"
     """Or `gluon`."""
     options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
@@ -213,6 +215,8 @@ class Family:
             return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
         if spec.dropout and not self.dropout:
             return f"{self.name} draws no random numbers, which dropout needs"
+        if reason := self.leaves(spec):
+            return f"{self.name} {reason}"
         if spec.packed and spec.quantized:
             return (
                 f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences, "
