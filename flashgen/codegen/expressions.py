@@ -267,15 +267,7 @@ class Printer:
 
     def _element(self, load: ex.Load, indices: tuple[str, ...] = ()) -> str:
         """One element for each row, each key or each pair."""
-        pointer, indices = self._pointer(load), indices or tuple(map(self, load.indices))
-        address = _address(pointer, indices)
-        apart = "k" in self.early and side_of(load) == "k"
-        if self.checked and apart and load.indices.count(conjuncts.K_IDX) == 1:
-            # From the block's first key on: then only a constant of the column is not shared.
-            axis = load.indices.index(conjuncts.K_IDX)
-            address = _address(pointer, tuple("0" if i == axis else at for i, at in enumerate(indices)))
-            stride = f"{pointer}__stride_{axis}"
-            address += f" + {stride}.to(tl.int64) * start_n + (k_idx - start_n).to(tl.int64) * {stride}"
+        address = _address(self._pointer(load), indices or tuple(map(self, load.indices)))
         if not self.checked:
             return f"tl.load({address}){self._widened(load)}"
         symbols = {s for index in load.indices for s in ex.free_symbols(index)}

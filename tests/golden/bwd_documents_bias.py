@@ -227,8 +227,7 @@ def gradients_of_keys(
         of_head = (batch * heads + head).to(tl.int64) * q_len
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
 
         # Which blocks of rows to visit is listed: some see the keys in part, and some as a whole, with no
@@ -373,8 +372,7 @@ def attention_bwd_d64_causal_and_document_bias_hqk_bf16_m64n64w4s2_tma_heads(
         p = tl.exp2((score + score_bias__pair) * LOG2E - lse[:, None])
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         p = tl.where(keep, p, 0.0)

@@ -104,10 +104,7 @@ def gradients_of_keys(
     for member in range(heads_per_kv):
         head = kv_head * heads_per_kv + member
         of_head = (batch * heads + head).to(tl.int64) * q_len
-        score_w__k = tl.load(
-            score_w + score_w__stride_0.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * score_w__stride_0, mask=k_idx < k_len, other=0,
-        )
+        score_w__k = tl.load(score_w + k_idx.to(tl.int64) * score_w__stride_0, mask=k_idx < k_len, other=0)
 
         # Rows to visit; those in [full_lo, full_hi) keep every key and need no element mask.
         lo = 0

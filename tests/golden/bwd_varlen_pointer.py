@@ -118,8 +118,7 @@ def gradients_of_keys(
         of_head = head.to(tl.int64) * q_tokens + q_start
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
 
         # Rows to visit; which of the keys each keeps is asked of it.
@@ -238,8 +237,7 @@ def attention_bwd_varlen_d64_document_fp16_m64n32w4s2_pointer_rows(
         p = tl.exp2(score * scale_log2 - lse[:, None])
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         p = tl.where(keep, p, 0.0)

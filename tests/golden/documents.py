@@ -129,8 +129,7 @@ def attention_fwd_d64_causal_and_document_bf16_m64n64w4s2_tma_heads(
         score = tl.dot(q, tl.trans(k))
         mask_doc_ids__k = tl.load(
             mask_doc_ids + batch.to(tl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(tl.int64) * start_n
-            + (k_idx - start_n).to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(tl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
         score = tl.where(keep, score, float("-inf"))

@@ -330,7 +330,7 @@ def consumer(
         acc = gl.zeros([ROWS, 64], gl.float32, O_LAYOUT_64)
 
         # Scores of one block of keys are multiplied while the block before it is added to the output.
-        for block in range(1, blocks):
+        for block in range(1, partial):
             v_stage, v_phase = stage, phase
             step += 1
             stage = step % STAGES
@@ -354,14 +354,42 @@ def consumer(
 
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            if block < partial:
-                keep = (k_idx < mask__end) & (mask_kept__pair)
-                score = gl.where(keep, score, float("-inf"))
+            keep = (k_idx < mask__end) & (mask_kept__pair)
+            score = gl.where(keep, score, float("-inf"))
             block_max = row_maximum(score) * scale_log2
             new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
             weights = gl.exp2(score * scale_log2 - shift[:, None])
             factor = gl.exp2(row_max - shift)
+            lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
+            row_sum = row_sum * lane_factor[:, None] + row_total(weights)
+            row_max = new_max
+            next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_64)
+
+            acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            p = next_p
+
+        for block in range(gl.maximum(partial, 1), blocks):
+            v_stage, v_phase = stage, phase
+            step += 1
+            stage = step % STAGES
+            phase = step // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            score = warpgroup_mma(
+                q, k_smem.index(stage).reshape([BLOCK_N, 64]).permute((1, 0)), zero, use_acc=False,
+                is_async=True,
+            )
+            acc = scaled(acc, factor)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, 64]), acc, is_async=True)
+
+            score = warpgroup_mma_wait(1, deps=[score])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            block_max = row_maximum(score) * scale_log2
+            new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)
+            weights = gl.exp2(score * scale_log2 - new_max[:, None])
+            factor = gl.exp2(row_max - new_max)
             lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
             row_sum = row_sum * lane_factor[:, None] + row_total(weights)
             row_max = new_max

@@ -256,8 +256,7 @@ def consumer(
         k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
         mask_doc_ids__k = gl.load(
             mask_doc_ids + batch.to(gl.int64) * mask_doc_ids__stride_0
-            + mask_doc_ids__stride_1.to(gl.int64) * start_n
-            + (k_idx - start_n).to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+            + k_idx.to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
         )
         stage = step % STAGES
         phase = step // STAGES & 1
@@ -282,7 +281,7 @@ def consumer(
         acc = gl.zeros([ROWS, 128], gl.float32, O_LAYOUT_128)
 
         # Scores of one block of keys are multiplied while the block before it is added to the output.
-        for block in range(1, blocks):
+        for block in range(1, partial):
             v_stage, v_phase = stage, phase
             step += 1
             stage = step % STAGES
@@ -291,8 +290,7 @@ def consumer(
             k_idx = (start_n + gl.arange(0, BLOCK_N, layout=COL_LAYOUT))[None, :]
             mask_doc_ids__k = gl.load(
                 mask_doc_ids + batch.to(gl.int64) * mask_doc_ids__stride_0
-                + mask_doc_ids__stride_1.to(gl.int64) * start_n
-                + (k_idx - start_n).to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
+                + k_idx.to(gl.int64) * mask_doc_ids__stride_1, mask=k_idx < k_len, other=0,
             )
             mbarrier.wait(k_full.index(stage), phase)
             score = warpgroup_mma(
@@ -305,13 +303,40 @@ def consumer(
 
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            if block < partial:
-                keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
-                score = gl.where(keep, score, float("-inf"))
+            keep = (k_idx < mask__end) & (mask_doc_ids__q == mask_doc_ids__k)
+            score = gl.where(keep, score, float("-inf"))
             new_max = gl.maximum(row_max, row_maximum(score) * scale_log2)
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
             weights = gl.exp2(score * scale_log2 - shift[:, None])
             factor = gl.exp2(row_max - shift)
+            lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
+            row_sum = row_sum * lane_factor[:, None] + row_total(weights)
+            row_max = new_max
+            next_p = gl.convert_layout(weights.to(dtype), P_LAYOUT_128)
+
+            acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            p = next_p
+
+        for block in range(gl.maximum(partial, 1), blocks):
+            v_stage, v_phase = stage, phase
+            step += 1
+            stage = step % STAGES
+            phase = step // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            score = warpgroup_mma(
+                q, k_smem.index(stage).reshape([BLOCK_N, 128]).permute((1, 0)), zero, use_acc=False,
+                is_async=True,
+            )
+            acc = scaled(acc, factor)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, 128]), acc, is_async=True)
+
+            score = warpgroup_mma_wait(1, deps=[score])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            new_max = gl.maximum(row_max, row_maximum(score) * scale_log2)
+            weights = gl.exp2(score * scale_log2 - new_max[:, None])
+            factor = gl.exp2(row_max - new_max)
             lane_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
             row_sum = row_sum * lane_factor[:, None] + row_total(weights)
             row_max = new_max
