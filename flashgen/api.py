@@ -152,8 +152,9 @@ def attention(
     computed by kernels, also under torch.func.grad; of CPU and 8-bit tensors by torch's own operations. Under
     torch.compile kernels compute those of q, k and v, and torch's operations a call that needs more. Kernels'
     gradients are deterministic but for those of tensors of `score_mod` of which several sequences, heads or
-    pairs of positions read one element: with `deterministic` such calls are torch's. A second derivative of
-    what kernels computed is refused.
+    pairs of positions read one element, and that of q by a kernel that was tuned and sums it in any order:
+    with `deterministic` calls of the former kind are torch's, and such a kernel serves none. A second
+    derivative of what kernels computed is refused.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
@@ -456,14 +457,19 @@ def _differentiable_in_a_trace(deterministic: bool | None, *arguments: Any) -> A
     if transformed() or gradients.unknown_to_operators(call):
         return as_result(torch_path.attention(_ordered(call, deterministic)))
     q, k, v, mask, score_mod, scale, layout, return_lse, given = arguments
-    out, lse = op.traced(_OPERATOR, q, k, v, mask, score_mod, scale, layout, True, given)
+    told = (mask, score_mod, scale, layout, True, given, _is_ordered(deterministic))
+    out, lse = op.traced(_OPERATOR, q, k, v, *told)
     return (out, lse) if return_lse else out
 
 
 def _ordered(call: Call, deterministic: bool | None) -> Call:
     """A call that says whether its gradients have to have the same bits in every run."""
-    needed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    return replace(call, deterministic=True) if needed else call
+    return replace(call, deterministic=True) if _is_ordered(deterministic) else call
+
+
+def _is_ordered(deterministic: bool | None) -> bool:
+    """What a call is told of it, or else torch."""
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
 def _without_gradients(call: Call) -> str:

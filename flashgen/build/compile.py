@@ -46,7 +46,7 @@ _TOOL_TIMEOUT_S = 60.0
 SPILLS_LEFT_TO_THE_CLOCK = 8
 """Instructions of a loop that spill: so few are no reason to refuse an asynchronous kernel before it is
 timed, and where the LSE takes the last register (head_dim 256: one) a call gets the kernel that was tuned."""
-_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8e4nv"}
+_GLUON_TYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "e4m3": "float8e4nv"}
 _TRITON_NAMES = {"e4m3": "fp8e4nv"}  # of element types, where they differ from ours
 
 
@@ -226,7 +226,10 @@ def _listening_to_ptxas(wanted: bool) -> Iterator[io.StringIO]:
 
 
 def _type(arg: Arg, gluon: bool) -> str:
-    """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory."""
+    """An argument's type as the compiler reads it: Gluon's descriptors name their layout in shared memory.
+
+    That of float32 is row by row: products read none of it, and a swizzle takes a register for each address.
+    """
     named = re.sub(r"[a-z]\w+$|(?<=<)\w+", lambda m: _TRITON_NAMES.get(m[0], m[0]), arg.type)
     if not (gluon and arg.is_descriptor):
         return named
@@ -234,6 +237,8 @@ def _type(arg: Arg, gluon: bool) -> str:
 
     element = getattr(gl, _GLUON_TYPES[arg.type.partition("<")[2].partition("[")[0]])
     layout = gl.NVMMASharedLayout.get_default_for(list(arg.box), element)
+    if element == gl.float32:
+        layout = gl.NVMMASharedLayout(0, 32, rank=len(arg.box))
     return f"{named[:-1].replace(',', ', ')},{layout!r}>"
 
 
@@ -294,25 +299,28 @@ def _ptxas_log(ptx: str, target: Target) -> str:
         return _run_tool(lambda: get_ptxas(target.arch), *options, str(path)).stderr
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?(\S+)(.*?);")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@\S+\s+)?(\S+)(.*?);")
 
 
 def spills_in_loops(text: str) -> int:
-    """How many instructions of innermost loops with tensor-core products, in SASS, access local memory."""
-    found = [(int(at, 16), op, rest) for at, op, rest in _INSTRUCTION.findall(text)]
+    """How many instructions of innermost loops with tensor-core products, in SASS, access local memory.
+
+    A jump back under no condition ends none of them: it returns from a wait that was put behind all code.
+    """
+    found = [(int(at, 16), op, rest, condition) for at, condition, op, rest in _INSTRUCTION.findall(text)]
     loops = []
-    for at, op, rest in found:
-        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None
+    for at, op, rest, condition in found:
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if condition and op.startswith("BRA") else None
         if target and int(target[1], 16) < at:
             loops.append((int(target[1], 16), at))
-    products = [at for at, op, _ in found if "GMMA" in op or "HMMA" in op]
+    products = [at for at, op, *_ in found if "GMMA" in op or "HMMA" in op]
     loops = [(first, last) for first, last in loops if any(first <= at <= last for at in products)]
     inner = [
         (first, last)
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
-    spills = [at for at, op, _ in found if op.startswith(("LDL", "STL"))]
+    spills = [at for at, op, *_ in found if op.startswith(("LDL", "STL"))]
     return sum(any(first <= at <= last for first, last in inner) for at in spills)
 
 

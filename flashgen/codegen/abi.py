@@ -220,6 +220,8 @@ _EXTENTS = {
     "v": ("batch", "kv_heads", "k_len", "head_dim_v"),
     "out": ("batch", "heads", "q_len", "head_dim_v"),
     "dout": ("batch", "heads", "q_len", "head_dim_v"),
+    "dk": ("batch", "kv_heads", "k_len", "head_dim"),
+    "dv": ("batch", "kv_heads", "k_len", "head_dim_v"),
 }
 
 

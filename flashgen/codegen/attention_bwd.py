@@ -152,20 +152,25 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
     return (*_inputs(config, spec, tile, block), dq, *_rest(config, spec, "k"))
 
 
+def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Part:
+    """What is prepared of the rows, so many at once, into these buffers."""
+    lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
+    arguments = (
+        tensor_arguments("OUT", spec.dtype),
+        tensor_arguments("DOUT", spec.dtype),
+        lse,
+        buffers,
+        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+    )
+    return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
+
+
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     """What is prepared of the rows, then the gradients of k and v, and of sinks; the main kernel computes
     that of q."""
     from flashgen.codegen import lists
 
     tiling = _tiling(config)
-    lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
-    prepare = (
-        tensor_arguments("OUT", spec.dtype),
-        tensor_arguments("DOUT", spec.dtype),
-        lse,
-        _ROW_BUFFERS,
-        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
-    )
     of_keys = (
         *_inputs(config, spec, tiling.block_n, tiling.block_m),
         *(tensor_arguments(each, spec.dtype, spec.packed) for each in ("DK", "DV")),
@@ -178,7 +183,7 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
         (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
     )
     return (
-        Part("prepare_rows", True, prepare, Grid("row_tiles", ROWS_AT_ONCE)),
+        prepare_part(spec, _ROW_BUFFERS, ROWS_AT_ONCE),
         *([Part("gradients_of_sinks", True, of_sinks, Grid("heads", 1), num_warps=8)] if spec.sinks else []),
         *lists.parts(spec, tiling, "k"),
         *lists.parts(spec, tiling, "q"),
@@ -206,7 +211,8 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     )
 
 
-def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
+    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients."""
     from flashgen.codegen import lists
     from flashgen.codegen.expressions import render_mask, render_score
 
@@ -220,9 +226,11 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
         "dq_chunks": chunks(spec, "DQ"),
         "dk_chunks": chunks(spec, "DK"),
         "dv_chunks": chunks(spec, "DV"),
-        "rows_at_once": ROWS_AT_ONCE,
-        "rows_of_a_sink": ROWS_OF_A_SINK,
     }
+
+
+def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    return gradient_values(spec) | {"rows_at_once": ROWS_AT_ONCE, "rows_of_a_sink": ROWS_OF_A_SINK}
 
 
 ATTENTION_BWD = Family(

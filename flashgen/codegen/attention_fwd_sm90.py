@@ -156,7 +156,7 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
     # nor has one of any head dim that holds the addresses of what is read of pairs.
     short = head_dim > 192 and (spec.return_lse or lists)
-    pairs = _reads_pairs(spec)
+    pairs = reads_pairs(spec)
     schedule = "plain" if short or pairs else "dynamic"
     # Pinned, ptxas keeps few scores in flight between a rule's functions and the weights: head_dim 128 with a
     # softcap and a bias spills 18 times in its loop otherwise.
@@ -173,7 +173,7 @@ def _asks_of_each_key(spec: AttentionSpec) -> bool:
     return any("k_idx" in ex.free_symbols(each) for each in asked)
 
 
-def _reads_pairs(spec: AttentionSpec) -> bool:
+def reads_pairs(spec: AttentionSpec) -> bool:
     """Whether a score rule reads of each pair of query and key."""
     read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
     return any(not side_of(load) and "k_idx" in ex.free_symbols(load) for load in read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.attention_bwd import ATTENTION_BWD
+from flashgen.codegen.attention_bwd_sm90 import ATTENTION_BWD_SM90
 from flashgen.codegen.attention_fwd import ATTENTION_FWD
 from flashgen.codegen.attention_fwd_sm90 import ATTENTION_FWD_SM90
 from flashgen.codegen.family import Family
@@ -11,7 +12,9 @@ from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
 from flashgen.spec.target import Target
 
-FAMILIES = {family.name: family for family in (ATTENTION_FWD_SM90, ATTENTION_FWD, ATTENTION_BWD)}
+FAMILIES = {
+    family.name: family for family in (ATTENTION_FWD_SM90, ATTENTION_FWD, ATTENTION_BWD, ATTENTION_BWD_SM90)
+}
 """In the order in which their defaults are tried."""
 
 

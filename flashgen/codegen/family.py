@@ -75,10 +75,14 @@ class Tiling:
     """Of a thread at the launch, where the compiler is told; warp-specialised programs deal them out anew."""
     splits: int = 1
     """Programs that share a tile, each with a part of its keys."""
+    by_keys: bool = False
+    """Whether a tile is block_n keys of a key head, and walks blocks of block_m rows."""
 
     @property
     def grid(self) -> Grid:
         """How many programs there are."""
+        if self.by_keys:
+            return Grid("key_tiles", self.block_n)
         if self.persistent:
             return Grid("persistent", self.block_m, self.pack, self.programs, self.splits)
         return Grid("row_tiles", self.block_m, self.pack, splits=self.splits)
@@ -94,6 +98,8 @@ class Tiling:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of a call, before their keys are split."""
+        if self.by_keys:
+            return self.grid.blocks(workload.batch, workload.kv_heads, workload.k_len, multiprocessors=1)
         packed = workload.spec.packed
         whole = Grid("packed_row_tiles" if packed else "row_tiles", self.block_m, self.pack)
         rows = workload.total_q if packed else workload.q_len
@@ -125,6 +131,8 @@ class Family:
     """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
     dropout: bool = True
     """Whether its kernels can drop weights at random."""
+    leaves: Callable[[AttentionSpec], str] = lambda spec: ""
+    """What else of a spec makes it another family's, whatever the config is: why, or empty text."""
     language: str = "triton"
     """Or `gluon`."""
     options: tuple[tuple[str, tuple[Value, ...]], ...] = ()
@@ -138,6 +146,8 @@ class Family:
     """The main kernel's arguments, grouped by line, where they are not those of `fwd`."""
     parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
     """The other kernels of a rendered file, in the order they run."""
+    repeats: bool = True
+    """Whether two runs on one input give the same bits; sums that programs add to have no order."""
     scratch: Callable[[Config, AttentionSpec], tuple[Scratch, ...]] = lambda config, spec: ()
     """Buffers of a call that the file's kernels share."""
 
@@ -205,6 +215,8 @@ class Family:
             return f"{self.name} serves {', '.join(self.dtypes)}, not {spec.dtype}"
         if spec.dropout and not self.dropout:
             return f"{self.name} draws no random numbers, which dropout needs"
+        if reason := self.leaves(spec):
+            return f"{self.name} {reason}"
         if spec.packed and spec.quantized:
             return (
                 f"{self.name} brings {spec.dtype} values into another order, by one length of all sequences, "

@@ -140,8 +140,8 @@ class GradientRig(AnyRig):
         given = (self.dout, dq, dk, dv)
         return self.inputs.gradient_environment(self.out, self.lse, given, self.dlse)
 
-    def judge(self) -> Verdict:
+    def judge(self, side: int = 0) -> Verdict:
         """See `AnyRig`."""
         return self.expected.judge(
-            tuple(self.inputs.bhsd(each) for each in self.buffers() if each is not None)
+            tuple(self.inputs.bhsd(each) for each in self.buffers(side) if each is not None)
         )

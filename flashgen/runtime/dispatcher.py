@@ -22,7 +22,7 @@ from flashgen.build.arguments import (
 from flashgen.build.dropout import Dropout
 from flashgen.build.learned import Learned
 from flashgen.build.quantized import E4M3
-from flashgen.codegen.families import serving
+from flashgen.codegen.families import find_family, serving
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel, Unsupported
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
@@ -469,11 +469,13 @@ class Dispatcher:
             fp32_precision() if q.dtype is _FLOAT32 else None,
             None if sinks is None else sinks.dtype,
             learned,
+            call.deterministic,
         )
         plan = self._plans.get(key)
         if plan is None:
             workload = call.gradients_workload(dlse is not None, sinks is not None, learned)
-            plan = self._find(key, Request(workload, FACTS[code], self._target_of(device), device))
+            target = self._target_of(device)
+            plan = self._find(key, Request(workload, FACTS[code], target, device, call.deterministic))
         if plan.launch is not None:
             try:
                 entries += () if operands is None else operands.entries()
@@ -598,7 +600,8 @@ class Dispatcher:
         spec = request.workload.spec
         for known, kernel in list(self._kernels.items()):
             _, config, *_ = known
-            if known[:-1] == request.kernel_key(config) and known not in self._refused:
+            served = known[:-1] == request.kernel_key(config) and known not in self._refused
+            if served and not request.refuses(find_family(config.family)):
                 self._tell(
                     f"a CUDA graph is being captured and {request.workload.name} of [{spec.key}] is new: it "
                     f"gets {config.name}, which is loaded; call flashgen.warmup or run the model once before"
@@ -758,7 +761,8 @@ class Dispatcher:
         if not gradients:
             return told
         of_sinks = call.sinks is not None and call.sinks.requires_grad
-        request = replace(request, workload=call.gradients_workload(False, of_sinks, call.learned))
+        workload = call.gradients_workload(False, of_sinks, call.learned)
+        request = replace(request, workload=workload, deterministic=call.deterministic)
         with self._lock:
             decision = self._decide(request)
         return told.with_gradients(explained(request, decision, otherwise=torch_path.describe(call)))

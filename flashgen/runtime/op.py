@@ -7,6 +7,7 @@ An eager call does not go through them: an operator's machinery costs 14-22 us. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
     its gradients around `serve_gradients(call, out, lse, dout, dlse)`.
 
     Rules travel as text with their numbers and tensors beside them, so a graph can be saved and read back.
-    The seed of dropout is one of the tensors, drawn by the graph itself, and None without dropout. The second
+    The seed of dropout is one of the tensors, drawn by the graph itself, and None without dropout;
+    `deterministic` says whether gradients have to have the same bits in every run. The second
     result is the LSE, without elements if it is not wanted; the backward pass reads it. Only q, k and v have
     gradients: a call of which more is wanted is traced as torch's own operations.
     """
@@ -75,6 +77,7 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
         sinks: Tensor | None = None,
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         _check_untransformed(NAME, "flashgen.attention")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
@@ -104,6 +107,7 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
         sinks: Tensor | None = None,
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         told = (q_descale, k_descale, v_descale, v_factor, out_dtype, sinks, seed, dropout_p)
@@ -115,7 +119,7 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, operands, *told, scale, layout, return_lse = inputs[:12]
-        given = _given(q, *inputs[12:])
+        given = _given(q, *inputs[12:-1])
         call = check(q, k, v, *_rules(operands, *told), scale, layout, return_lse, given)
         if reason := unknown_to_operators(call):
             raise InvalidArgument(
@@ -128,7 +132,7 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
                 "with return_lse=True, or call flashgen.attention, which asks for it where it is needed"
             )
         sinks = None if given is None else given.sinks
-        *_, seed, ctx.dropout_p = inputs
+        *_, seed, ctx.dropout_p, ctx.deterministic = inputs
         ctx.save_for_backward(q, k, v, *output, sinks, seed, *operands)
         ctx.told, ctx.layout = (*told, scale), layout
         ctx.of_others = [_no_gradient(each) for each in inputs[3:]]
@@ -141,7 +145,7 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
             return None, None, None, *of_others
         dout = torch.zeros_like(out) if dout is None else dout
         by_operator = torch.ops.flashgen.attention_bwd.default
-        told = (*ctx.told, sinks, seed, ctx.dropout_p)
+        told = (*ctx.told, sinks, seed, ctx.dropout_p, ctx.deterministic)
         found = by_operator(dout, dlse, q, k, v, out, lse, ctx.layout, operands, *told)
         return *found, *of_others
 
@@ -179,10 +183,12 @@ def _define_gradients(serve: ServeGradients) -> None:
         sinks: Tensor | None = None,
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         given = Given(sinks=sinks, dropout=_dropped(seed, dropout_p))
-        return serve(check(q, k, v, *rules, scale, layout, True, given), out, lse, dout, dlse)
+        call = check(q, k, v, *rules, scale, layout, True, given)
+        return serve(replace(call, deterministic=deterministic), out, lse, dout, dlse)
 
     def meta(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -303,6 +309,7 @@ def traced(
     layout: str,
     return_lse: bool,
     given: Given | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """A call as the operator, in terms that torch can trace."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -324,6 +331,7 @@ def traced(
         *of_quantized,
         **({} if given is None or given.sinks is None else {"sinks": given.sinks}),
         **({} if given is None else _seed_and_probability(given.dropout)),
+        **({"deterministic": True} if deterministic else {}),
     )
     return (out, lse) if return_lse else out
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashgen.codegen.families import FAMILIES, computing, foreign
+from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
@@ -38,10 +39,18 @@ class Request:
     target: Target
     device: int = 0
     """Index of the GPU; takes no part in the decision."""
+    deterministic: bool = False
+    """Whether the result has to have the same bits in every run."""
 
     def kernel_key(self, config: Config) -> tuple[Any, ...]:
         """What identifies a loaded kernel: spec, config, facts, device."""
         return (self.workload.spec, config, self.facts, self.device)
+
+    def refuses(self, family: Family) -> str:
+        """Why kernels of a family are not to serve it, whether or not they can."""
+        if family.repeats or not self.deterministic:
+            return ""
+        return f"{family.name} adds to a gradient in any order, and deterministic gradients are asked for"
 
 
 Loader = Callable[[Request, Config], Launchable]
@@ -174,6 +183,7 @@ class Policy:
             family = FAMILIES[config.family]
             reason = (
                 family.supports(spec, request.target)
+                or request.refuses(family)
                 or family.fits(config, spec, request.target)
                 or family.admits(config, request.facts, workload.heads_per_kv)
                 or family.crowds(config, workload, request.target)

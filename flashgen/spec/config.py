@@ -26,6 +26,7 @@ SHORT_NAMES = {
     "row_max": "",
     "row_sum": "",
     "schedule": "",
+    "operands": "",
     "splits": "k",
 }
 

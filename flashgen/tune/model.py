@@ -110,6 +110,8 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
         return math.inf
     spec, unit = workload.spec, roofline.unit(target)
     tiling = find_family(config.family).tiling(config)
+    if tiling.by_keys:
+        return _by_keys_us(workload, tiling, target)
     if tiling.warps:
         return _specialised_us(workload, config, tiling, target)
     block_m, block_n = tiling.rows, tiling.block_n
@@ -217,6 +219,30 @@ def _specialised_us(workload: Workload, config: Config, tiling: Tiling, target: 
     loading = _loading_us(workload, tiles, target)
     others = _before_us(workload, target) + _merging_us(workload, tiling, target)
     return slower * max(compute, loading) + others + 2.0
+
+
+BLOCK_CLOCKS, DIM_CLOCKS = 700.0, 15.7
+"""Of 64 rows and 128 keys whose gradients two warpgroups compute: so many, and so many more for each element
+of both head dims, at the data sheet's clock. A prototype took 2,440 at head_dim 64 and 3,900 at 128, where
+shared memory is the busiest, at the 1.75 GHz that the power limit left of 1.98."""
+
+
+def _by_keys_us(workload: Workload, tiling: Tiling, target: Target) -> float:
+    """As `estimate_us`, where tiles of keys walk blocks of rows, and add to sums that other kernels prepare
+    and round: these read output and its gradient, write and read float32, and write dq."""
+    spec, unit = workload.spec, roofline.unit(target)
+    dims = spec.head_dim + spec.head_dim_v
+    visible = roofline.visible(workload).pairs
+    edge = 0.5 * (tiling.block_m + tiling.block_n) / tiling.block_m if visible < 1 else 0.0
+    most = -(-workload.q_len // tiling.block_m)
+    blocks = min(visible * workload.q_len / tiling.block_m + edge, most)
+    blocks *= workload.heads / workload.kv_heads
+    waves = max(tiling.tiles(workload) / target.sm_count, 1.0)
+    clocks = blocks * (BLOCK_CLOCKS + DIM_CLOCKS * dims) + TILE_CLOCKS
+    compute = waves * clocks / (unit.ghz * 1e3)
+    of_a_row = (2 * 4 + spec.itemsize) * spec.head_dim + 2 * spec.itemsize * spec.head_dim_v
+    rows = workload.batch * workload.heads * workload.q_len
+    return compute + rows * of_a_row / roofline.bytes_per_s(target) * 1e6 + 3 * 2.0
 
 
 def _before_us(workload: Workload, target: Target) -> float:

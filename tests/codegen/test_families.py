@@ -117,7 +117,7 @@ def test_serving_gives_reasons() -> None:
     assert serving(AttentionSpec(128, 128, "fp32"), H200) == (FAMILY,)
     with pytest.raises(Unsupported, match="needs sm_80 or newer"):
         serving(SPEC, replace(H200, arch=75))
-    with pytest.raises(UnknownName, match="known: attention_bwd, attention_fwd, attention_fwd_sm90"):
+    with pytest.raises(UnknownName, match="known: attention_bwd, attention_bwd_sm90, attention_fwd, "):
         find_family("attention")
 
 
@@ -277,6 +277,61 @@ def test_defaults_of_gradients_fit_everywhere() -> None:
             for facts in (CallFacts(), CallFacts("strided", tma=False)):
                 if not family.supports(spec.backward(), target):
                     assert family.default(spec.backward(), target, facts)
+
+
+def test_the_hopper_family_of_gradients_says_what_it_leaves_to_the_portable_one() -> None:
+    family, target = FAMILIES["attention_bwd_sm90"], TARGETS["nvidia-h200"]
+    config = family.find("s2g4_shared")
+    chunks = AttentionSpec(96, 96, "bf16").backward()
+    assert not family.fits(config, chunks, target)
+    assert "holds 224 registers" in family.fits(family.find("s2g4_registers"), chunks, target)
+    values = AttentionSpec(128, 256, "bf16").backward()
+    assert "holds 272 registers" in family.fits(config, values, target)
+    assert "holds 272 registers" in family.fits(
+        family.find("s2g4_registers"), AttentionSpec(128, 128, "bf16").backward(), target
+    )
+    assert "fp32" in family.supports(AttentionSpec(64, 64, "fp32").backward(), target)
+    assert "needs sm_90" in family.supports(SPEC.backward(), TARGETS["nvidia-b200"])
+    assert "descriptor" in family.admits(config, CallFacts("strided", tma=False))
+    tiling = family.tiling(config)
+    work = Workload(SPEC.backward(), 2, 8, 2, 4096, 300)
+    assert tiling.tiles(work) == 2 * 2 * 3 == tiling.grid.blocks(2, 2, 300, multiprocessors=132)
+
+
+BIASED = replace(SPEC, score_mod=score_mods.bias("bhqk", "bf16").rule)
+LEFT_TO_THE_PORTABLE_FAMILY = [
+    (replace(SPEC, addressing="varlen").backward(), "dense calls, and these sequences are packed"),
+    (replace(SPEC, sinks="bf16").backward(sinks=True), "those of sinks are asked for, too"),
+    (BIASED.backward(learned=("bias",)), "those of what the score rule reads (bias) are asked for, too"),
+    (replace(SPEC, dropout=True).backward(), "draws no random numbers, which dropout needs"),
+    (replace(SPEC, mask=masks.document().rule).backward(), "this mask lists blocks of them"),
+    (AttentionSpec(192, 128, "bf16").backward(), "computes dq of head_dim up to 128, not 192"),
+    (AttentionSpec(128, 256, "bf16").backward(), "holds 272 registers"),
+    (AttentionSpec(64, 64, "fp32").backward(), "serves fp16, bf16, not fp32"),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), LEFT_TO_THE_PORTABLE_FAMILY, ids=lambda each: str(each)[:40])
+def test_what_the_hopper_family_of_gradients_leaves_the_portable_one_serves(
+    spec: AttentionSpec, reason: str
+) -> None:
+    family = FAMILIES["attention_bwd_sm90"]
+    told = {family.supports(spec, H200) or family.fits(each, spec, H200) for each in family.all_configs()}
+    assert all(told) and any(reason in each for each in told)
+    assert [each.name for each in serving(spec, H200, CallFacts())] == ["attention_bwd"]
+
+
+def test_beside_these_both_families_of_gradients_serve() -> None:
+    for spec in (
+        SPEC.backward(),
+        SPEC.backward(lse=True),
+        replace(SPEC, sinks="bf16").backward(),
+        BIASED.backward(),
+    ):
+        assert [each.name for each in serving(spec, H200, CallFacts())] == [
+            "attention_bwd",
+            "attention_bwd_sm90",
+        ]
 
 
 # Split keys

@@ -24,7 +24,7 @@ from flashgen.spec.target import TARGETS, find_target
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILY, SM90 = FAMILIES["attention_fwd"], FAMILIES["attention_fwd_sm90"]
-BWD = FAMILIES["attention_bwd"]
+BWD, BWD_SM90 = FAMILIES["attention_bwd"], FAMILIES["attention_bwd_sm90"]
 TOOLCHAIN = Toolchain("3.6.0")
 
 
@@ -46,6 +46,10 @@ def bwd(
     learned: tuple[str, ...] = (),
 ) -> KernelSource:
     return source(spec.backward(lse, bool(spec.sinks), learned), config, toolchain, BWD)
+
+
+def bwd_sm90(spec: AttentionSpec, config: str) -> KernelSource:
+    return source(spec.backward(), config, family=BWD_SM90)
 
 
 CAUSAL = AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True)
@@ -197,6 +201,22 @@ SAMPLES = {
     ),
     "bwd_dropout": bwd(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, dropout=True), "m64n64w8s2_tma_heads"
+    ),
+    "bwd_sm90_causal": bwd_sm90(CAUSAL, "s2g4_shared"),
+    "bwd_sm90_window_softcap": bwd_sm90(
+        AttentionSpec(64, 64, "fp16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
+        "s3g4_shared",
+    ),
+    "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.full().rule), "s2g4_registers"),
+    "bwd_sm90_chunks_union_alibi": bwd_sm90(
+        AttentionSpec(
+            96,
+            72,
+            "bf16",
+            (masks.sliding_window(64, 0) | ~masks.sliding_window(512, 512)).rule,
+            score_mods.alibi().rule,
+        ),
+        "s2g1_shared",
     ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),

@@ -342,6 +342,7 @@ def test_spills_count_in_the_innermost_loops_that_multiply() -> None:
             1,
         ),  # forwards is no loop: what was in it belongs to the outer one
         (("@!P4 BRA 0xa0", "@!P4 BRA 0xb0"), 3),  # a loop without its product
+        (("@!P4 BRA 0xa0", "     BRA 0xa0"), 3),  # the way back from code that was put behind all other
         (("HGMMA.64x64x16.F32.BF16", "HMMA.16816.F32.BF16"), 4),
         (("HGMMA.64x128x16.F32.BF16", "FFMA"), 1),
         (("STL.128", "STG.E.128"), 3),

@@ -26,7 +26,10 @@ LEARNED = parse_score_mod('alibi, bias("hqk", "bf16"), bias("bk"), relative("fp1
 
 MEASURED = (3, 6)
 """The triton that the defaults were measured with; under another one may spill, and then this must not."""
-SMALLER = {"attention_fwd_sm90": "c2x1n64s2g4p1_late_always_tree_row_plain"}
+SMALLER = {
+    "attention_fwd_sm90": "c2x1n64s2g4p1_late_always_tree_row_plain",
+    "attention_bwd_sm90": "s2g4_shared",
+}
 
 PACKED = AttentionSpec(
     96, 64, "bf16", parse_mask("causal & document").rule, addressing="varlen", sinks="fp32"
@@ -68,6 +71,11 @@ CASES = [
         "nvidia-h200",
         STRIDED,
         AttentionSpec(96, 64, "bf16", parse_mask("~causal | sliding_window(7, 0)").rule).backward(),
+    ),
+    (
+        "nvidia-h100",
+        ALIGNED,
+        AttentionSpec(64, 64, "fp16", parse_mask("sliding_window(7, 0)").rule, SOFTCAP).backward(lse=True),
     ),
     (
         "nvidia-b200",

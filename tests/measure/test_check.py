@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from misbehave import right, varies, workload, wrong
 
 from flashgen.build.inputs import TORCH, make_inputs
 from flashgen.build.reference import attention_reference
-from flashgen.measure.check import TOLERANCES, Expected, Poisoned
+from flashgen.measure.check import TOLERANCES, Expected, Poisoned, Rig
 from flashgen.spec.attention import DTYPES, OUT_DTYPES, AttentionSpec, Workload
 from flashgen.spec.masks import Mask, causal, full, key_padding, sliding_window
 
@@ -126,6 +127,18 @@ def test_poison_is_nan_and_shows_where_nothing_was_written(dtype: torch.dtype) -
     zone = torch.as_strided(buffer.tensor, (1,), (1,), buffer.tensor.storage_offset() + 32)
     zone.zero_()
     assert buffer.overrun()
+
+
+def test_of_two_runs_that_differ_both_are_judged() -> None:
+    work = workload()
+    rig = Rig(make_inputs(work, "cpu"), work.spec)
+    assert rig.examine(right(rig)) == (rig.judge(), True) and rig.judge().ok
+    verdict, same = rig.examine(varies(rig))
+    assert verdict.ok and not same
+    for first, second in ((right, wrong), (wrong, right)):
+        kernels = iter((first(rig), second(rig)))
+        verdict, same = rig.examine(lambda *buffers, kernels=kernels: next(kernels)(*buffers))
+        assert not verdict.ok and not same
 
 
 def test_an_empty_output_is_right() -> None:

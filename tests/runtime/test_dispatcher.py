@@ -19,7 +19,7 @@ from flashgen.build.dropout import Dropout
 from flashgen.build.quantized import E4M3
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.abi import environment_names
-from flashgen.codegen.families import serving
+from flashgen.codegen.families import find_family, serving
 from flashgen.errors import (
     CompileFailed,
     DoesNotFit,
@@ -936,6 +936,36 @@ def test_whether_gradients_have_a_kernel_is_asked_once_for_each_kind_of_call(
         without(call)
     count = len(asked)
     assert without(calls[0]) == "" and len(asked) == count
+
+
+def test_kernels_that_add_in_any_order_serve_no_deterministic_gradients() -> None:
+    """Nor inside a capture, where any loaded kernel of the spec would do."""
+    hopper = find_family("attention_bwd_sm90").find("s2g4_shared")
+    q, k, v = tensors()
+    loose = module.check(q, k, v, CAUSAL, None, None, "bhsd", True)
+    exact = replace(loose, deterministic=True)
+    tuned = record(work=loose.gradients_workload(False, False, ()))
+    parts = make([replace(tuned, config=hopper, admission="tma")])
+    lse = torch.zeros(q.shape[:3])
+
+    def gradients(call: module.Call) -> None:
+        parts.dispatcher.gradients(call, q, lse, q, None)
+
+    gradients(loose)
+    assert parts.loads.launched == [hopper.name]
+    parts.capturing[0] = True
+    longer = [torch.cat([each, each], 2) for each in (q, k, v)]
+    parts.dispatcher.gradients(
+        replace(exact, q=longer[0], k=longer[1], v=longer[2]), longer[0], lse, longer[0], None
+    )
+    assert parts.loads.launched == [hopper.name], "torch's, as no other kernel is loaded"
+    parts.capturing[0] = False
+    gradients(exact)
+    gradients(loose)
+    assert [kernel.config.family for kernel in parts.loads.kernels] == ["attention_bwd_sm90", "attention_bwd"]
+    assert [len(kernel.launches) for kernel in parts.loads.kernels] == [2, 1]
+    told = str(parts.dispatcher.explain(exact, q.get_device(), gradients=True))
+    assert "attention_bwd_sm90 adds to a gradient in any order, and deterministic gradients are asked" in told
 
 
 # Devices

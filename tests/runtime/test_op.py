@@ -23,6 +23,7 @@ from flashgen import masks, score_mods
 from flashgen.build.reference import attention_reference
 from flashgen.errors import InvalidArgument, UnknownName, Unsupported
 from flashgen.runtime import torch_path
+from flashgen.runtime.checks import Call
 from flashgen.spec.rule import Rule
 
 Function = Callable[[Tensor, Tensor, Tensor], Any]
@@ -267,6 +268,31 @@ def test_c35_a_training_step_is_at_most_two_graphs_for_all_lengths(
             calls = [str(node.target) for node in graph.graph.nodes if "flashgen" in str(node.target)]
             assert calls == [f"flashgen.{operator}.default"]
             assert "softmax" not in graph.code and "scaled_dot_product" not in graph.code
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["torch says no", "torch says yes"])
+@pytest.mark.parametrize("given", [None, False, True], ids=str)
+def test_a_graph_says_whether_gradients_are_deterministic(
+    given: bool | None, mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def gradients(call: Call, *rest: Any) -> Any:
+        told.append(call.deterministic)
+        return computed(call, *rest)
+
+    computed = torch_path.reference_gradients
+    monkeypatch.setattr(torch_path, "reference_gradients", gradients)
+    q = draw(8, gradient=True)[0]
+    torch.use_deterministic_algorithms(mode)
+    try:
+        step = torch.compile(
+            lambda q: flashgen.attention(q, q, q, deterministic=given), fullgraph=True, backend="aot_eager"
+        )
+        step(q).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [mode if given is None else given]
 
 
 @pytest.mark.parametrize("learned", ["bias", "sinks", "bias sinks"])

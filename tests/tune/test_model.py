@@ -12,6 +12,7 @@ import pytest
 
 from flashgen.build.artifact import Artifact
 from flashgen.codegen.abi import DescriptorFacts
+from flashgen.codegen.attention_bwd_sm90 import ATTENTION_BWD_SM90
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.family import Family
 from flashgen.codegen.source import render
@@ -205,3 +206,21 @@ def test_offline_tuning_compiles_ranks_and_stores_as_a_model(tmp_path: Path) -> 
     assert summary.winner.median_us == min(record.median_us for record in stored)
     assert {record.measurement.source for record in stored} == {"model"}
     assert all(record.measurement.registers for record in stored)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "teraflops"),
+    [(64, full(), 478), (64, causal(), 425), (128, full(), 552), (128, causal(), 494)],
+    ids=str,
+)
+def test_gradients_by_tiles_of_keys_are_expected_as_a_prototype_was_measured(
+    head_dim: int, mask: Mask, teraflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 sequences of 4,096 tokens, model width 2,048."""
+    family, heads = ATTENTION_BWD_SM90, 2048 // head_dim
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    spec = replace(landscape.workload(4096, mask).spec, head_dim=head_dim, head_dim_v=head_dim).backward()
+    work = Workload(spec, 4, heads, heads, 4096, 4096)
+    flops = 10.0 * 4 * heads * 4096**2 * head_dim * roofline.visible(work).pairs
+    found = flops / expected_us(work, family.default(spec, H200, CallFacts()), H200) / 1e6
+    assert found == pytest.approx(teraflops, rel=0.1)

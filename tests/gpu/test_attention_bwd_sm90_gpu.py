@@ -1,0 +1,119 @@
+"""attention_bwd_sm90 on a GPU: its kernels against the reference, and against each other's runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checked import COMBINED, DEVICE, TABLE, among_nan, skip_unless_served, workload
+from test_attention_bwd_gpu import check
+
+from flashgen import masks, score_mods
+from flashgen.build.compile import compile_kernel, toolchain
+from flashgen.build.device import current_target
+from flashgen.build.inputs import make_inputs
+from flashgen.build.launch import load_kernel
+from flashgen.codegen.families import find_family
+from flashgen.codegen.family import listed
+from flashgen.codegen.source import render
+from flashgen.measure.check_gradients import GradientRig
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.masks import Mask
+from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
+
+FAMILY = find_family("attention_bwd_sm90")
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    skip_unless_served(FAMILY.name, workload().spec.backward())
+
+
+def right(work: Workload, config: str = "", **named: Any) -> None:
+    check(work, config, family=FAMILY, **named)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
+@pytest.mark.parametrize("length", [64, 128, 1000, 4096])
+def test_causal_and_full(length: int, mask: Mask, head_dim: int) -> None:
+    right(workload(head_dim, mask=mask, sizes=(1, 2, 2, length, length)))
+
+
+DIMS = ((16, 16), (64, 64), (72, 40), (96, 96), (128, 128), (128, 64), (64, 128))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    right(workload(*dims, dtype=dtype))
+
+
+SERVED = [mask for mask in TABLE + COMBINED if not listed(mask.rule, "q")]
+
+
+@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+def test_masks(mask: Mask) -> None:
+    right(workload(mask=mask, sizes=(2, 4, 2, 500, 700)))
+
+
+@pytest.mark.parametrize(
+    "mod", [m for e in SCORE_MODS.values() for m in e.examples()], ids=lambda m: m.describe()
+)
+def test_score_rules(mod: ScoreMod) -> None:
+    right(workload(score_mod=mod, sizes=(2, 4, 2, 500, 700)))
+
+
+def test_a_score_rule_at_head_dim_128() -> None:
+    """The gradients of weights come later there."""
+    right(workload(128, score_mod=score_mods.alibi(), sizes=(2, 4, 2, 500, 700)))
+
+
+CONFIGS = [(64, config.name) for config in FAMILY.all_configs()]
+CONFIGS += [(128, config.name) for config in FAMILY.all_configs() if config["operands"] == "shared"]
+
+
+@pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
+def test_configs(head_dim: int, config: str) -> None:
+    right(workload(head_dim), config)
+
+
+SIZES = ((1, 1, 1, 1, 1), (3, 6, 2, 65, 1000), (2, 4, 4, 1000, 65), (1, 8, 1, 4096, 4096))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes(sizes: tuple[int, int, int, int, int], head_dim: int, layout: str) -> None:
+    right(workload(head_dim, sizes=sizes), layout=layout)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_neighbours_in_memory_are_not_read(head_dim: int) -> None:
+    work = workload(head_dim, dtype="fp16", sizes=(2, 4, 2, 333, 222))
+    right(work, **among_nan(make_inputs(work, DEVICE)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
+def test_many_runs_agree(mask: Mask, head_dim: int) -> None:
+    """dk and dv to the bit, for their sums have one order; dq as closely as float32 sums of any order, once
+    rounded. With more tiles than multiprocessors, and of different lengths."""
+    work = workload(head_dim, mask=mask, sizes=(2, 8, 4, 2000, 2000))
+    spec, target = work.spec.backward(), current_target()
+    rig = GradientRig(make_inputs(work, DEVICE), spec)
+    chosen = FAMILY.default(spec, target, CallFacts())
+    kernel = load_kernel(compile_kernel(render(spec, chosen, toolchain()), CallFacts(), target))
+
+    def run(*buffers: Any) -> tuple[torch.Tensor, ...]:
+        kernel.launch(rig.environment(*buffers), torch.cuda.current_stream().cuda_stream)
+        return tuple(each.clone() for each in buffers)
+
+    verdict, _ = rig.examine(run)
+    assert verdict.ok, verdict.reason
+    first = run(*rig.buffers())
+    for _ in range(50):
+        dq, dk, dv = run(*rig.buffers())
+        assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])
+        assert (dq.float() - first[0].float()).norm() <= 1e-4 * first[0].float().norm()

@@ -1,0 +1,172 @@
+"""attention_bwd_sm90 on a stand-in for Gluon, against float64 autograd of the reference."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import count
+from random import Random
+
+import gluon
+import pytest
+import torch
+from gradients import FLOOR, Gradients, errors, exact, given
+from test_attention_fwd import COMBINED, TABLE_MASKS, random_mask, workload
+
+from flashgen.build.compile import toolchain
+from flashgen.build.inputs import Inputs, make_inputs
+from flashgen.build.reference import attention_reference, gradients_reference
+from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.family import listed
+from flashgen.codegen.source import KernelSource, render
+from flashgen.measure.check import FACTOR
+from flashgen.spec import masks, score_mods
+from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.masks import Mask
+from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
+
+FAMILY = FAMILIES["attention_bwd_sm90"]
+PLAIN, LOADED = "s2g4_shared", "s2g4_registers"
+
+
+def run(
+    inputs: Inputs, source: KernelSource, dout: torch.Tensor, dlse: torch.Tensor | None = None
+) -> Gradients:
+    """(dq, dk, dv) as (batch, heads, rows, dims), from NaN-filled buffers; out and LSE of the reference."""
+    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
+    out, lse = attention_reference(*inputs.true(), **rules)
+    out = inputs.bhsd(out.to(inputs.q.dtype)).contiguous()
+    made = [torch.full(each.shape, math.nan, dtype=each.dtype) for each in (inputs.q, inputs.k, inputs.v)]
+    gluon.run(source, CallFacts(), inputs.gradient_environment(out, lse, (dout, *made), dlse, pointers=False))
+    dq, dk, dv = (inputs.bhsd(each) for each in made)
+    return dq, dk, dv
+
+
+def check(work: Workload, config: str = PLAIN, layout: str = "bhsd", with_lse: bool = False) -> None:
+    """The kernels err at most twice as much as the definition that rounds where they round."""
+    inputs = make_inputs(work, "cpu", layout)
+    dout, dlse = given(inputs, with_lse)
+    source = render(work.spec.backward(with_lse), FAMILY.find(config), toolchain())
+    wanted = exact(inputs, dout, dlse)
+    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
+    rounded = gradients_reference(*inputs.true(), inputs.bhsd(dout), dlse, **rules, round_to=inputs.q.dtype)
+    both = errors(run(inputs, source, dout, dlse), wanted), errors(rounded, wanted)
+    for name, error, allowed in zip(("dq", "dk", "dv"), *both, strict=True):
+        limit = FACTOR * allowed + FLOOR[work.spec.dtype]
+        assert error <= limit, f"{name}: relative error {error:.3g} is over {limit:.3g}"
+
+
+LENGTHS = ((70, 200), (200, 70), (128, 128), (1, 1), (129, 65))
+
+
+@pytest.mark.parametrize("config", [PLAIN, LOADED])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
+def test_causal_and_full(mask: Mask, lengths: tuple[int, int], config: str) -> None:
+    q_len, k_len = lengths
+    check(workload(64, dtype="bf16", mask=mask, q_len=q_len, k_len=k_len), config)
+
+
+DIMS = ((16, 16), (32, 64), (72, 40), (96, 96), (128, 128), (128, 64))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), with_lse=True)
+
+
+SERVED = [mask for mask in TABLE_MASKS + COMBINED if not listed(mask.rule, "q")]
+
+
+@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+def test_masks(mask: Mask) -> None:
+    check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_combinations(seed: int) -> None:
+    """Unions whose ranges of rows overlap, touch, are empty or out of order at run time."""
+    random = Random(seed)
+    drawn = (random_mask(random) for _ in count())
+    mask = next(mask for mask in drawn if not listed(mask.rule, "q"))
+    q_len, k_len = random.choice(((140, 170), (130, 70), (265, 65), (140, 3)))
+    check(workload(16, dtype="bf16", mask=mask, batch=2, heads=1, q_len=q_len, k_len=k_len))
+
+
+RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
+RULES.append(score_mods.compose([score_mods.bias("bhqk"), score_mods.softcap(2.0), score_mods.softcap(1.0)]))
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+@pytest.mark.parametrize("mod", RULES, ids=lambda m: m.describe())
+def test_score_rules(mod: ScoreMod, dim: int) -> None:
+    """At head_dim 128 the gradients of weights come later."""
+    check(workload(dim, dtype="bf16", mask=masks.sliding_window(90, 30), score_mod=mod, q_len=133, k_len=150))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads,kv_heads,group", [(6, 6, 4), (6, 2, 1), (5, 1, 4)])
+def test_head_groups(heads: int, kv_heads: int, group: int, layout: str) -> None:
+    work = workload(16, dtype="bf16", batch=2, heads=heads, kv_heads=kv_heads, q_len=140, k_len=140)
+    check(work, f"s3g{group}_shared", layout)
+
+
+def gradients_of(mask: Mask, q_len: int, k_len: int) -> Gradients:
+    work = workload(32, dtype="bf16", mask=mask, q_len=q_len, k_len=k_len)
+    inputs = make_inputs(work, "cpu")
+    source = render(work.spec.backward(), FAMILY.find(PLAIN), toolchain())
+    return run(inputs, source, given(inputs)[0])
+
+
+def test_a_row_that_sees_no_key_has_no_gradient() -> None:
+    """The last 70 of 200 rows see keys."""
+    dq, dk, dv = gradients_of(masks.causal(), 200, 70)
+    assert not dq[:, :, :130].any() and dq[:, :, 131:].any(-1).all()
+    assert dk.isfinite().all() and dv.any(-1).all()
+
+
+def test_a_key_that_no_row_sees_has_no_gradient() -> None:
+    """The first row is at position 230 of 300, so the tile of the first 128 keys has no block to visit."""
+    dq, dk, dv = gradients_of(masks.sliding_window(9, 0), 70, 300)
+    assert not dk[:, :, :221].any() and not dv[:, :, :221].any()
+    assert dv[:, :, 221:].any(-1).all() and dq.isfinite().all()
+
+
+MISTAKES = {
+    "queries are given back before they are multiplied for the last time": (
+        r"(\n +dk, ds = warpgroup_mma_wait\(0[^\n]+)(\n +mbarrier.arrive\(q_empty[^\n]+)", r"\2\1", "arrive"
+    ),
+    "the output's gradients are used before dv is waited for": (
+        r"dv, weights = warpgroup_mma_wait\(\d, ", "dv, weights = warpgroup_mma_wait(9, ", ""
+    ),
+    "the other half of the gradients of scores is not awaited": (
+        r" +mbarrier.wait\(ds_full.index\(slot\)[^\n]+\n", "", "store of partition 1"
+    ),
+    "sums are overwritten before they have left": (r" +mbarrier.wait\(dq_empty[^\n]+\n", "", "store_wait"),
+    "the mask at the end of the keys is forgotten": (r" & \(k_idx < k_len\)", "", ""),
+    "one consumer frees a stage for both": (r"(dout_empty.index\(i\), count=)CONSUMERS", r"\g<1>1", ""),
+}  # fmt: skip
+"""What to replace by what in the rendered text, and which operation is slow where that is a race."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_stand_in_sees_mistakes(mistake: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, wrong, slow = MISTAKES[mistake]
+    monkeypatch.setattr(gluon, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(gluon, "SLOW", {slow: 0.1})
+    work = workload(dim, dtype="bf16", mask=masks.full(), heads=1, q_len=300, k_len=140)
+    inputs = make_inputs(work, "cpu")
+    if "end of the keys" in mistake:  # exp2(0 - LSE) of a key that does not exist is then infinite
+        inputs = replace(inputs, q=inputs.q * 0 - 4, k=inputs.k * 0 + 4)
+    source = render(work.spec.backward(), FAMILY.find(PLAIN), toolchain())
+    text, changes = re.subn(pattern, wrong, source.text)
+    assert changes
+    dout, _ = given(inputs)
+    try:
+        found = errors(run(inputs, replace(source, text=text), dout), exact(inputs, dout))
+    except AssertionError:
+        return
+    assert not all(each < 1e-2 for each in found)
