@@ -193,7 +193,8 @@ def test_more_programs_than_registers_for_one_product_are_refused_before_ptxas_d
     name = "c1x3n128s2g4p1_late_lazy_tree_lane_dynamic"
     spec = AttentionSpec(32, 32, "e4m3", FULL)
     assert FAMILY.fits(FAMILY.find(name), spec, H200) == (
-        "a product's sums take 64 registers and 30 beside them, of 80 that 3 programs begin with; fewer programs begin with more"
+        "a product's sums take 64 registers and 30 beside them, of 80 that 3 programs begin with; fewer "
+        "programs begin with more"
     )
     with pytest.raises(CompileFailed, match=r"C7602.*Insufficient registers \(80\)"):
         build(spec, name, tmp_path)
