@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen import arithmetic, conjuncts
@@ -47,6 +47,8 @@ _NOT_NEGATIVE = frozenset(ex.SYMBOLS) - {"q_pos", "score"} | {"q_first", "q_last
 _PER_ELEMENT = {"q_idx", "k_idx", "q_pos", "score"}
 _PER_BLOCK = {"q": {"k_first", "k_last"}, "k": {"q_first", "q_last"}}
 """Of what a tile of queries, or one of keys, walks."""
+_ENDS = frozenset({"first", "last"})
+"""Of a tile, or of a part of it that has bounds of its own: what is read there is read with them."""
 _PARAM_TYPES = {"i32": "i32", "f32": "fp32"}
 _OPERAND_TYPES = {
     "i1": "*i1",
@@ -68,6 +70,11 @@ _IN_BOUNDS = {
 
 def _literal(value: int | float | bool) -> str:
     return 'float("inf")' if value == math.inf else repr(value)
+
+
+def _by_end(load: ex.Load) -> str:
+    """`first` or `last`, where a bound reads at an end of its tile."""
+    return next(iter(ex.free_symbols(load) & _ENDS), "")
 
 
 def is_uniform(expr: ex.Expr, tile: str = "q") -> bool:
@@ -161,9 +168,8 @@ def _address(pointer: str, indices: tuple[str, ...]) -> str:
             return index
         return f"{index if index.isidentifier() else f'({index})'}.to(tl.int64)"
 
-    steps = (
-        f"{wide(index)} * {pointer}__stride_{axis}" for axis, index in enumerate(indices) if index != "0"
-    )
+    strides = ((index, f"{pointer}__stride_{axis}") for axis, index in enumerate(indices) if index != "0")
+    steps = (stride if index == "1" else f"{wide(index)} * {stride}" for index, stride in strides)
     return " + ".join([pointer, *steps])
 
 
@@ -185,7 +191,7 @@ class Printer:
     def uniform(self) -> tuple[ex.Load, ...]:
         """Reads that a whole tile shares; they are made once, before the loops."""
         found = (load for e in self.exprs for load in ex.loads(e))
-        return tuple(dict.fromkeys(load for load in found if self._is_shared(load)))
+        return tuple(dict.fromkeys(load for load in found if self._is_shared(load) and not _by_end(load)))
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -207,9 +213,31 @@ class Printer:
         """A line for each read that a whole tile shares."""
         lines = []
         for load in self.uniform:
-            address = _address(self._pointer(load), tuple(map(self, load.indices)))
-            lines.append(f"{self._uniform_name(load)} = tl.load({address}){self._widened(load)}")
+            lines.append(f"{self._uniform_name(load)} = {self._load_of(load)}")
         return tuple(lines)
+
+    def _load_of(self, load: ex.Load) -> str:
+        """One element that exists."""
+        address = _address(self._pointer(load), tuple(map(self, load.indices)))
+        return f"tl.load({address}){self._widened(load)}"
+
+    def bound_lines(self, bounds: Iterable[ex.Expr | None], known: Container[str] = ()) -> tuple[str, ...]:
+        """A line for each read of a tile's bounds at its first row or its last, but for known ones."""
+        found = (load for bound in bounds if bound is not None for load in ex.loads(bound) if _by_end(load))
+        lines = (f"{self._bound_name(load)} = {self._load_of(load)}" for load in dict.fromkeys(found))
+        return tuple(line for line in lines if line not in known)
+
+    def _bound_name(self, load: ex.Load) -> str:
+        """`mask_ends__first`, `mask_ends__last`, with a number where the rule reads it in several ways."""
+
+        def of_row(each: ex.Load) -> ex.Expr:
+            return ex.substitute(each, {ex.Symbol(end): ex.Symbol("q_idx") for end in _ENDS})
+
+        found = (each for e in self.exprs for each in ex.loads(e))
+        same = [of_row(each) for each in found if each.operand == load.operand and _by_end(each)]
+        ways = list(dict.fromkeys(same))
+        number = f"_{ways.index(of_row(load))}" if len(ways) > 1 else ""
+        return f"{self._pointer(load)}__{_by_end(load)}{number}"
 
     def side_lines(self, side: str) -> tuple[str, ...]:
         """A line for each read along one side of a tile."""
@@ -261,7 +289,7 @@ class Printer:
 
     def _load(self, load: ex.Load, indices: tuple[str, ...]) -> str:
         if self._is_shared(load):
-            return self._uniform_name(load)
+            return self._bound_name(load) if _by_end(load) else self._uniform_name(load)
         if (side := self._side(load)) in self.early and load in self._along(side):
             return self._side_name(load)
         return self._element(load, indices)
@@ -343,6 +371,10 @@ class RenderedRange:
     full_lo: str | None
     full_hi: str | None
     has_full: bool
+    loads: tuple[str, ...]
+    """Lines for what lo and hi read at the tile's first row and its last."""
+    full_loads: tuple[str, ...]
+    """The same of full_lo and full_hi, where these are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +436,11 @@ class RenderedMask:
     def differs_by_row(self) -> bool:
         """Whether which keys a row sees depends on the row."""
         return bool(self.bound_symbols & {"first", "last"})
+
+    @property
+    def reads_at_ends(self) -> bool:
+        """Whether bounds read at the first row and the last one of their rows, so that both have to exist."""
+        return any(each.loads or each.full_loads for each in self.ranges)
 
     @property
     def last_is_longest(self) -> bool:
@@ -568,7 +605,9 @@ def _rendered_range(text: Printer, found: tiles.Range, suffix: str) -> RenderedR
     lo, hi, full_lo, full_hi = (
         None if bound is None else text(bound) for bound in (found.lo, found.hi, found.full_lo, found.full_hi)
     )
-    return RenderedRange(suffix, lo, hi, full_lo, full_hi, found.has_full)
+    loads = text.bound_lines((found.lo, found.hi))
+    full_loads = text.bound_lines((found.full_lo, found.full_hi), known=loads)
+    return RenderedRange(suffix, lo, hi, full_lo, full_hi, found.has_full, loads, full_loads)
 
 
 def _is_wide(rule: Rule, bounds: Sequence[ex.Expr]) -> bool:

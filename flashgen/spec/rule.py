@@ -57,7 +57,7 @@ MAX_NAME = 64
 MAX_DECLARED = MAX_ENTRIES // 2
 """Parameters and operands of one rule: a workload has two rules, and is written with those of both."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_DECLARATION = re.compile(r"\s*([A-Za-z_0-9]+)\s*:\s*([A-Za-z_0-9]+)\s*")
+_DECLARATION = re.compile(r"\s*([A-Za-z_0-9]+)\s*:\s*([A-Za-z_0-9]+)(\s+ascending)?\s*")
 _WHERE = re.compile(r"\bwhere\b(?!\s*\()")  # the separator; the function of that name is always called
 
 
@@ -68,6 +68,12 @@ class Operand:
     name: str
     dtype: str
     rank: int
+    ascending: bool = False
+    """Whether its integers never fall along the last axis, so that of a tile's rows the first one reads the
+    least and the last one the greatest. Whoever gives the tensor vouches for it: kernels skip tiles by it."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{' ascending' if self.ascending else ''}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Rule:
                 "a mask compares positions, a score rule returns a changed score"
             )
         declared = [f"{name}: {type_}" for name, type_ in self.params]
-        declared += [f"{operand.name}: {operand.dtype}" for operand in self.operands]
+        declared += map(str, self.operands)
         text = ex.to_text(self.expr) + (f" where {', '.join(declared)}" if declared else "")
         if len(text) > ex.MAX_TEXT:
             raise InvalidArgument(f"a rule of {len(text)} characters; at most {ex.MAX_TEXT}: combine fewer")
@@ -152,7 +158,8 @@ class Rule:
             kind: `mask` or `score`.
             text: an expression, and after `where` the type of each name of its own:
                 `(q_pos - k_idx <= left) & (k_idx < lengths[batch]) where left: i32, lengths: i32`.
-                A name that is indexed is an operand, any other a parameter.
+                A name that is indexed is an operand, any other a parameter. `ends: i32 ascending` declares
+                integers that never fall along the operand's last axis.
             name: a short identifier; without one it is made from a digest of the text.
             form: how a person writes it, see `Rule.form`.
 
@@ -199,6 +206,11 @@ def _check_declarations(rule: Rule) -> None:
     for operand in rule.operands:
         if operand.dtype not in OPERAND_DTYPES:
             raise UnknownName(f"dtype of operand {shown(operand.name)}:", operand.dtype, OPERAND_DTYPES)
+        if operand.ascending and OPERAND_DTYPES[operand.dtype] != "int":
+            raise InvalidArgument(
+                f"{shown(str(operand))} is no declaration: only integers are ascending, for no range of keys "
+                f"is solved from others; write {operand.name}: {operand.dtype}"
+            )
         for load in ex.loads(rule.expr):
             if load.operand == operand.name and len(load.indices) != operand.rank:
                 raise InvalidArgument(
@@ -228,6 +240,7 @@ def _parse(kind: str, text: str, name: str, form: str) -> Rule:
             f"{shown(text)} has more than one 'where'; list all declarations after the first"
         )
     types: dict[str, str] = {}
+    ascending = set()
     for piece in declarations[0].split(",") if declarations else ():
         match = _DECLARATION.fullmatch(piece)
         if match is None:
@@ -235,10 +248,18 @@ def _parse(kind: str, text: str, name: str, form: str) -> Rule:
         if match[1] in types:
             raise InvalidArgument(f"{shown(match[1])} is declared twice in {shown(text)}; declare it once")
         types[match[1]] = match[2]
+        if match[3]:
+            ascending.add(match[1])
     expr = ex.parse(body, symbols=KINDS[kind], params=types, operands=dict.fromkeys(types))
     ranks = {load.operand: len(load.indices) for load in ex.loads(expr)}
     params = tuple((each, type_) for each, type_ in types.items() if each not in ranks)
-    operands = tuple(Operand(each, types[each], ranks[each]) for each in types if each in ranks)
+    operands = tuple(
+        Operand(each, types[each], ranks[each], each in ascending) for each in types if each in ranks
+    )
+    if lone := ascending.difference(ranks):
+        raise InvalidArgument(
+            f"parameter {shown(min(lone))} is one number, and not ascending; only an operand is declared so"
+        )
     return Rule(kind, expr, params, operands, name, form)
 
 

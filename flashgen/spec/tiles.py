@@ -67,7 +67,8 @@ class Range:
     Rows of the tile run from the symbol `first` to `last`, included. Outside [lo, hi) every row drops every
     key; inside [full_lo, full_hi) every row keeps every key. None is no limit on that side. Ranges may reach
     beyond the sequence, be empty (lo >= hi) and overlap each other: `resolve` shows what to do about it.
-    A `last` past the last real row is allowed; it makes ranges wider and full parts narrower.
+    A `last` past the last real row is allowed where bounds read nothing there; it makes ranges wider and full
+    parts narrower.
     """
 
     lo: Expr | None = None
@@ -97,7 +98,8 @@ def ranges(rule: Rule, axis: str) -> tuple[Range, ...]:
     share a side are joined. An atom is solved if it is an integer comparison, linear in q_idx and k_idx with
     a coefficient of 1 or -1 for the one on `axis`, or free of the one on `axis`. Everything in the bounds is
     the same for the whole tile: `first`, `last`, q_len, k_len, batch, head, kv_head, parameters, and operands
-    read by those.
+    read by those. What rows read of an operand that is declared ascending is solved by what the first and the
+    last of them read.
 
     Args:
         rule: a mask.
@@ -333,6 +335,8 @@ Linear: TypeAlias = dict[Expr, int]
 
 FIRST, LAST = Symbol("first"), Symbol("last")
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+_RISES = {"+": (), "-": (1,), "min": (), "max": (), "//": (1,)}
+"""Operations that never fall where their arguments never do, and which of these must not differ by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +402,28 @@ class _Solver:
                 for number, other in ((left, right), (right, left)):
                     if number.keys() <= {ex.ONE}:
                         return _sum({}, other, number.get(ex.ONE, 0))
-        return {expr: 1} if self.is_uniform(expr) else None
+        return {expr: 1} if self.is_uniform(expr) or self.is_ascending_read(expr) else None
+
+    def is_ascending_read(self, expr: Expr) -> bool:
+        """Whether `expr` reads what never falls from one row of the tile to the next."""
+        declared = {operand.name for operand in self.rule.operands if operand.ascending}
+        if not isinstance(expr, Load) or expr.operand not in declared:
+            return False
+        *others, last = expr.indices
+        return all(map(self.is_uniform, others)) and self.never_falls(last)
+
+    def never_falls(self, index: Expr) -> bool:
+        """Whether an integer is known not to fall from one row of the tile to the next."""
+        if self.is_uniform(index) or index == self.across or self.is_ascending_read(index):
+            return True
+        if not isinstance(index, Apply) or index.op not in _RISES:
+            return False
+        fixed = _RISES[index.op]
+        if index.op == "//" and (ex.constant(index.args[1]) or 0) <= 0:
+            return False
+        return all(
+            self.is_uniform(arg) if i in fixed else self.never_falls(arg) for i, arg in enumerate(index.args)
+        )
 
     def is_uniform(self, expr: Expr) -> bool:
         """Whether `expr` is the same for all pairs of a tile."""
@@ -454,13 +479,18 @@ class _Solver:
         return not any(isinstance(node, Apply) and node.op == "%" for node in ex.walk(expr))
 
     def extremes(self, linear: Linear) -> tuple[Linear, Linear]:
-        """The smallest and the largest value of a sum without `along`, over the rows of the tile."""
-        factor = linear.get(self.across, 0)
-        first, last = (
-            {row if term == self.across else term: number for term, number in linear.items()}
-            for row in (FIRST, LAST)
+        """The smallest and the largest value of a sum without `along`, over the rows of the tile; bounds of
+        these where several terms differ by row.
+        """
+        least, most = (
+            {self.at(low if number > 0 else high, term): number for term, number in linear.items()}
+            for low, high in ((FIRST, LAST), (LAST, FIRST))
         )
-        return (first, last) if factor >= 0 else (last, first)
+        return least, most
+
+    def at(self, row: Symbol, term: Expr) -> Expr:
+        """A term of one row of the tile."""
+        return ex.substitute(term, {self.across: row})
 
     def condition(self, op: str, linear: Linear) -> Range:
         """The range of an atom without `along`: all or nothing, as `linear op 0` holds for a row or not."""
