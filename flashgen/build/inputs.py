@@ -309,6 +309,13 @@ def _documents(workload: Workload, shape: _Shape, generator: torch.Generator) ->
     return torch.searchsorted(lengths.cumsum(1), keys, right=True)
 
 
+def _document_ends(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
+    """Of the same documents, as `masks.document` has them of those that follow one another."""
+    ids = _documents(workload, shape, generator)
+    ends = [torch.searchsorted(ids, ids, right=last) for last in (False, True)]
+    return torch.nn.functional.pad(torch.stack(ends, 1), (1, 0))
+
+
 def _blocks(workload: Workload, shape: _Shape, generator: torch.Generator) -> torch.Tensor:
     """Those on the diagonal, and of the others a quarter."""
     rows, keys = (torch.arange(extent) for extent in shape[-2:])
@@ -332,11 +339,13 @@ class _Invention:
 
 _INTEGERS = ("i32", "i64")
 _DOCUMENTS = _Invention(_documents, "documents of lengths uniform in [k/16, k/4]")
+_DOCUMENT_ENDS = _Invention(_document_ends, _DOCUMENTS.told)
 _BLOCKS = _Invention(_blocks, "a quarter of the blocks and the diagonal")
 _NORMAL = _Invention(_normal, "normal numbers")
 _INVENTIONS: Mapping[tuple[tuple[str, ...], str], _Invention] = {
     **{(("batch",), dtype): _Invention(_lengths, "lengths uniform in [k/2, k]") for dtype in _INTEGERS},
     **{(("batch", index), dtype): _DOCUMENTS for index in ("max(q_pos, 0)", "k_idx") for dtype in _INTEGERS},
+    **{(("batch", side, "max(q_pos + 1, 0)"), "i32"): _DOCUMENT_ENDS for side in ("0", "1")},
     (("batch", "k_idx"), "i1"): _Invention(_right_padding, "right padding, lengths uniform in [k/2, k]"),
     **{
         ((batch, head, "q_idx // n", "k_idx // n"), "i1"): _BLOCKS

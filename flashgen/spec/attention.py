@@ -262,9 +262,13 @@ def number_code(value: float) -> int:
 
 
 def _reads_documents(mask: Rule) -> bool:
-    """Whether a mask reads an integer for each key of a sequence."""
+    """Whether a mask reads an integer for each key of a sequence, or one that never falls along it."""
     wanted = (ex.Symbol("batch"), ex.Symbol("k_idx"))
-    return any(load.indices == wanted and mask.types[load.operand] == "int" for load in ex.loads(mask.expr))
+    ascending = {operand.name for operand in mask.operands if operand.ascending}
+    return any(
+        load.operand in ascending or (load.indices == wanted and mask.types[load.operand] == "int")
+        for load in ex.loads(mask.expr)
+    )
 
 
 _LEAST = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 0, "k_len": 0, "documents": 0}

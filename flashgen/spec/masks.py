@@ -97,6 +97,14 @@ _DOCUMENT = {
     )
     for dtype in ("i32", "i64")
 }
+# Of documents that follow one another: where the query's own begins and where it ends, which no key is asked.
+# A query before the first key reads the entry before all others, of a document without keys.
+_BEGIN, _END = (f"doc_ends[batch, {side}, max(q_pos + 1, 0)]" for side in (0, 1))
+_DOCUMENT["ordered"] = _rule(
+    f"(k_idx >= {_BEGIN}) & (k_idx < {_END}) where doc_ends: i32 ascending",
+    "document_ordered",
+    'document("ordered")',
+)
 _KEY_PADDING_RANK = {"i32": 1, "i64": 1, "i1": 2}
 _KEY_PADDING_WORDS = {"lengths": "i32", "keep": "i1"}
 _PREFIX_LM = {
@@ -249,19 +257,23 @@ def document(ids: Any = "i32", *, cu_seqlens: Any = None, length: Any = None) ->
         ids: an int32 or int64 tensor (batch, k_len) with the document of each key; `ids.expand(batch, -1)` of
             one row for all sequences. A query has the document of the key at its position; where queries
             are more than keys, the first ones have none and see nothing. The words `i32` and `i64` stand for
-            a tensor that is bound later.
+            a tensor that is bound later, and `ordered` for what `cu_seqlens` makes: int32
+            (batch, 2, 1 + k_len) with where the document of each key begins and where it ends, behind a first
+            entry of 0 and 0; none of them is below the one before it.
         cu_seqlens: in its place, of a single row (batch 1) that documents are packed into: an int32 or int64
             tensor (documents + 1,) with where each begins and, last, where the last one ends. Documents may
             be empty. Keys behind the end are one more.
         length: keys of that row. The host knows it, and never reads a tensor of a GPU.
 
-    From `cu_seqlens` the ids are made on its device, by a few small kernels and without waiting: make the
-    mask once and give it to every layer.
+    Give `cu_seqlens` where you have them: of documents that are known to follow one another a kernel visits
+    ranges of keys, where for ids it needs lists of tiles and reads the ids of every block. What it reads is
+    made on the device of `cu_seqlens`, by some small kernels and without waiting: make the mask once and give
+    it to every layer.
     """
     if cu_seqlens is not None:
         if not isinstance(ids, str):
             raise InvalidArgument("document takes ids or cu_seqlens, not both; leave out one")
-        return Mask(_DOCUMENT["i32"], (), (_documents_of(cu_seqlens, length),))
+        return Mask(_DOCUMENT["ordered"], (), (_ends_of(cu_seqlens, length),))
     if length is not None:
         raise InvalidArgument(f"length={shown(length)} goes with cu_seqlens alone; leave it out")
     if isinstance(ids, str):
@@ -275,8 +287,10 @@ def document(ids: Any = "i32", *, cu_seqlens: Any = None, length: Any = None) ->
     return Mask(rule, (), (ids,))
 
 
-def _documents_of(cu_seqlens: Any, length: Any) -> Any:
-    """The document of each key of a packed row, int32 (1, length)."""
+def _ends_of(cu_seqlens: Any, length: Any) -> Any:
+    """Where the document of each key of a packed row begins and where it ends, int32 (1, 2, 1 + length);
+    before the first key stands an entry of a document without any.
+    """
     told = rules.told_operand(cu_seqlens)
     integral = rules.operand_dtype(cu_seqlens) in ("i32", "i64")
     if not integral or len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 2:
@@ -291,11 +305,17 @@ def _documents_of(cu_seqlens: Any, length: Any) -> Any:
     keys = _count("length", length, 1)
     if cu_seqlens.device.type == "cpu":
         _check_edges(cu_seqlens.tolist(), keys)
-    # How many documents have ended at a key or before it. Clamped, for an index past the end is a failure of
-    # the whole GPU there.
-    ends = cu_seqlens[1:].clamp(0, keys).long()
-    marks = cu_seqlens.new_zeros(keys + 1).int()
-    return marks.index_add(0, ends, (ends >= 0).int()).cumsum(0)[:keys].int()[None]
+    # Clamped, for an index past the end is a failure of the whole GPU there; and never falling, whatever the
+    # GPU holds, for kernels rely on it.
+    ends = cu_seqlens[1:].long().clamp(0, keys).cummax(0).values
+    # 0 and 0, then of each document where it ends, and of what lies behind the last one.
+    borders = ends.new_full((ends.shape[0] + 3,), keys)
+    borders[:2] = 0
+    borders[2:-1] = ends
+    # Between which two of them a key is: one on, and one more for each document that has ended there.
+    steps = ends.new_zeros(keys + 2).index_add(0, ends + 1, (ends >= 0).long())
+    steps[1] += 1
+    return borders.unfold(0, 2, 1)[steps.cumsum(0)[: keys + 1]].T.int().contiguous()[None]
 
 
 def _check_edges(edges: list[int], length: int) -> None:
@@ -424,7 +444,11 @@ MASKS: Mapping[str, Entry[Mask]] = {
     "key_padding": Entry(
         key_padding, "keys within each sequence's length, or those a bool tensor keeps", ((), ("keep",))
     ),
-    "document": Entry(document, "keys of the query's own document", ((), ("i64",))),
+    "document": Entry(
+        document,
+        'keys of the query\'s own document; "ordered": of documents that follow one another',
+        ((), ("i64",), ("ordered",)),
+    ),
     "prefix_lm": Entry(prefix_lm, "keys of the sequence's prefix, and up to the query", ((), ("i64",))),
     "dilated": Entry(
         dilated, "every `dilation`-th key at most `window` from the query", ((12, 3), (7, 1), (0, 2))

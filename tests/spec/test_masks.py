@@ -79,6 +79,12 @@ def test_a_mask_is_read_back_from_its_description_and_its_rule_from_its_text(tex
             "document",
         ),
         (
+            "document('ordered')",
+            "(k_idx >= doc_ends[batch, 0, max(q_pos + 1, 0)]) & "
+            "(k_idx < doc_ends[batch, 1, max(q_pos + 1, 0)]) where doc_ends: i32 ascending",
+            "document_ordered",
+        ),
+        (
             "causal & sliding_window(4, 2)",
             "(q_pos >= k_idx) & (q_pos - k_idx <= left) & (k_idx - q_pos <= right) "
             "where left: i32, right: i32",
@@ -178,11 +184,14 @@ def test_block_tables_broadcast_over_sequences_and_heads(shape):
 def test_documents_of_a_packed_row_are_told_by_their_edges(dtype):
     edges = torch.tensor([0, 0, 3, 3, 7], dtype=dtype)
     mask = document(cu_seqlens=edges, length=9)
-    (ids,) = mask.tensors
-    assert ids.shape == (1, 9) and ids.dtype is torch.int32 and mask.rule == document().rule
+    (table,) = mask.tensors
+    assert table.dtype is torch.int32 and mask.rule == document("ordered").rule
+    assert table.tolist() == [[[0, 0, 0, 0, 3, 3, 3, 3, 7, 7], [0, 3, 3, 3, 7, 7, 7, 7, 9, 9]]]
     groups = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     expected = [group for group in groups for _ in group]
     assert kept(mask, 9, 9, batch=torch.tensor(0)) == expected
+    assert kept(mask, 4, 9, batch=torch.tensor(0)) == expected[-4:]
+    assert kept(mask, 11, 9, batch=torch.tensor(0)) == [[], [], *expected], "rows before the first key"
     with pytest.raises(InvalidArgument, match="begins with 1, and must begin with 0"):
         document(cu_seqlens=edges + 1, length=9)
     with pytest.raises(InvalidArgument, match="falls from 3 to 2 at index 2, and must never fall"):
@@ -192,20 +201,30 @@ def test_documents_of_a_packed_row_are_told_by_their_edges(dtype):
     with pytest.raises(InvalidArgument, match=r"needs length, .*: length=k.shape\[2\]"):
         document(cu_seqlens=edges)
     with pytest.raises(InvalidArgument, match="ids or cu_seqlens, not both"):
-        document(ids, cu_seqlens=edges, length=9)
+        document(torch.zeros(1, 9), cu_seqlens=edges, length=9)
     with pytest.raises(InvalidArgument, match="goes with cu_seqlens alone"):
-        document(ids, length=9)
+        document(torch.zeros(1, 9), length=9)
     for wrong in (edges.short(), edges.float(), edges[None], edges[:1], [0, 3]):
         with pytest.raises(InvalidArgument, match=r"^cu_seqlens of document is an int32 or int64 tensor"):
             document(cu_seqlens=wrong, length=9)
+
+
+def test_edges_never_fall_whatever_a_device_holds(monkeypatch):
+    """The host looks at no tensor of a GPU: kernels skip by what is declared ascending."""
+    monkeypatch.setattr("flashgen.spec.masks._check_edges", lambda *_: None)
+    for edges in ([0, 5, 2, 40, 7], [4, 4], [-9, -3, 6], [3, 0]):
+        (table,) = document(cu_seqlens=torch.tensor(edges), length=8).tensors
+        begins, ends = table[0].tolist()
+        assert begins == sorted(begins) and ends == sorted(ends) and (begins[0], ends[0]) == (0, 0), edges
+        assert all(0 <= a <= i < b <= 8 for i, (a, b) in enumerate(zip(begins[1:], ends[1:], strict=True)))
 
 
 def test_edges_on_a_device_are_not_read_by_the_host(monkeypatch):
     edges = torch.tensor([0, 3, 50], dtype=torch.int32, device="meta")
     for read in ("tolist", "item", "__bool__", "__int__", "cpu"):
         monkeypatch.setattr(torch.Tensor, read, lambda *_: pytest.fail("read on the host"))
-    (ids,) = document(cu_seqlens=edges, length=9).tensors
-    assert ids.shape == (1, 9) and ids.device.type == "meta"
+    (table,) = document(cu_seqlens=edges, length=9).tensors
+    assert table.shape == (1, 2, 10) and table.device.type == "meta"
 
 
 def test_values_and_tensors_follow_the_rule():
@@ -367,6 +386,9 @@ def test_refused_mask_text_says_what_is_allowed(text, hint):
         ("mask", "k_idx < batch where batch: i32", "no symbol"),
         ("mask", "k_idx < first where first: i32", "no symbol"),
         ("mask", "k_idx < A where A: i32", "lower-case"),
+        ("mask", "k_idx < a where a: i32 ascending", "only an operand is declared so"),
+        ("mask", "a[k_idx] where a: i1 ascending", "write a: i1"),
+        ("mask", "k_idx < a[batch] where a: i32 falling", "write one like left: i32"),
     ],
 )
 def test_refused_rule_text_says_what_is_wrong(kind, text, hint):

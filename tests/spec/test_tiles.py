@@ -5,6 +5,7 @@ wrong result of every kernel.
 """
 
 import random
+from bisect import bisect_left, bisect_right
 
 import pytest
 import torch
@@ -59,6 +60,15 @@ RULES = [
     "min(ids[batch, k_idx], 2) != max(ids[batch, q_idx], 1) where ids: i32",
     "(2 * k_idx - 9) * (q_idx - 7) <= p where p: i32",
     "ids[ids[batch, k_idx] % 2, q_idx] < p where p: i32, ids: i32",
+    "k_idx < rising[batch, q_idx] where rising: i32 ascending",
+    "(k_idx - rising[batch, q_idx // 2] > p) & (rising[0, k_idx] <= q_idx) "
+    "where p: i32, rising: i32 ascending",
+    "(k_idx + q_idx >= rising[batch, min(q_idx + 3, q_len)]) | (rising[0, q_idx] == 5) "
+    "where rising: i32 ascending",
+    "k_idx != rising[batch, max(q_idx - 4, 0)] where rising: i32 ascending",
+    "q_idx >= 2 * rising[batch, max(k_idx, 3)] - 9 where rising: i32 ascending",
+    "k_idx < rising[batch, (q_len - 1) - q_idx] where rising: i32 ascending",
+    "k_idx < rising[batch, q_idx % 3] where rising: i32 ascending",
 ]
 """Forms of masks that the table does not have, solvable and not."""
 
@@ -80,6 +90,7 @@ def random_mask(rng: random.Random, depth: int) -> Mask:
     other = rng.choice((0, rng.randint(0, 30), None))
     texts = ["full", "causal", "causal('top_left')", f"sliding_window({size}, {other})"]
     texts += [f"sliding_window({other}, {size})", "key_padding", "key_padding('keep')", "document"]
+    texts += ["document('ordered')"]
     texts += ["prefix_lm", f"dilated({size}, {rng.randint(1, 5)})", f"global_tokens({size})"]
     grid = rng.randint(2, 9), rng.randint(2, 9)
     kernel = rng.randint(1, grid[0]), rng.randint(1, grid[1])
@@ -96,6 +107,13 @@ def documents(rng: random.Random, length: int) -> list[list[int]]:
     return ids if rng.random() < 0.3 else [sorted(each) for each in ids]
 
 
+def ends_of(ids: list[int]) -> list[list[int]]:
+    """Where documents begin and end that follow one another, whatever the order of the ids."""
+    ids = sorted(ids)
+    begins, ends = [bisect_left(ids, each) for each in ids], [bisect_right(ids, each) for each in ids]
+    return [[0, *begins], [0, *ends]]
+
+
 class Case:
     """A mask with random sizes and operands, and every pair it keeps."""
 
@@ -110,6 +128,8 @@ class Case:
             "flags": lambda: [rng.random() < 0.5 for _ in range(HEADS)],
             "ids": lambda: [sorted(rng.randint(0, 3) for _ in range(longest)) for _ in range(BATCH)],
             "doc_ids": lambda: documents(rng, self.k_len),
+            "doc_ends": lambda: [ends_of(each) for each in documents(rng, self.k_len)],
+            "rising": lambda: [sorted(rng.choices(range(-3, longest), k=2 * longest + 4)) for _ in "12"],
             "blocks": lambda: [[rng.random() < 0.5 for _ in range(longest)] for _ in range(longest)],
             "kept": lambda: [[invented["blocks"]()] * HEADS] * BATCH,
             "key_keep": lambda: [[rng.random() < 0.7 for _ in range(longest)] for _ in range(BATCH)],
@@ -284,6 +304,8 @@ def test_every_mask_of_the_table(name):
         "causal & sliding_window(12, 0)",
         "document",
         "causal & document",
+        "document('ordered')",
+        "causal & document('ordered')",
         "prefix_lm",
         "neighborhood((8, 8), (3, 3))",
     ],
@@ -358,10 +380,45 @@ def test_random_combinations():
                 "[first + k_len - q_len + right + 1 : ) full [last + k_len - q_len + right + 1 : )",
             ],
         ),
+        (
+            "document('ordered')",
+            "k",
+            [
+                "[doc_ends[batch, 0, max(first + k_len - q_len + 1, 0)] : "
+                "doc_ends[batch, 1, max(last + k_len - q_len + 1, 0)]) "
+                "full [doc_ends[batch, 0, max(last + k_len - q_len + 1, 0)] : "
+                "doc_ends[batch, 1, max(first + k_len - q_len + 1, 0)])"
+            ],
+        ),
     ],
 )
 def test_bounds_read_as_written_by_hand(text, axis, expected):
     assert [str(each) for each in ranges(parse_mask(text).rule, axis)] == expected
+
+
+def test_reads_are_solved_where_they_are_declared_ascending_alone():
+    """What is read of unsorted data must stay unsolved, or kept pairs are skipped."""
+    rng = random.Random(9)
+    read = "k_idx < rising[batch, q_idx]"
+    promised, plain = (Rule.parse("mask", f"{read} where rising: i32{word}") for word in (" ascending", ""))
+    assert promised != plain and promised.text.endswith(" ascending")
+    assert ranges(plain, "k") == (tiles.EVERYTHING,) and lists(plain) is not None and lists(promised) is None
+    for _ in range(20):
+        case = Case(Mask(plain, (), (None,)), rng)
+        case.env["rising"] = [rng.sample(each, len(each)) for each in case.env["rising"]]
+        case.see()
+        case.check_ranges("k", 8, 4)
+        case.check_lists("k", 8, 4)
+    # An index that falls, goes round, or differs along the wrong axis reads in no order.
+    for index in (
+        "batch, -q_idx",
+        "batch, q_idx % 3",
+        "batch, q_idx * q_idx",
+        "q_idx, batch",
+        "head, q_idx // p",
+    ):
+        rule = Rule.parse("mask", f"k_idx + p < rising[{index}] where p: i32, rising: i32 ascending")
+        assert ranges(rule, "k") == (tiles.EVERYTHING,), index
 
 
 def test_alternatives_that_share_a_side_become_one_range():
