@@ -203,6 +203,42 @@ def test_lists(name: str, config: str) -> None:
     judge(*listed(name), config)
 
 
+def ordered(*edges: list[int]) -> Mask:
+    """Of each sequence its own documents, of 300 keys."""
+    made = [masks.document(cu_seqlens=torch.tensor(each), length=300) for each in edges]
+    return made[0].bind(torch.cat([each.tensors[0] for each in made]))
+
+
+ORDERED = ordered([0, 3, 3, 140, 290], [0, 64, 192, 300])
+RANGES = {
+    "documents": ORDERED,
+    "causal": CAUSAL & ORDERED,
+    "window": WINDOW & ORDERED,
+    "others": ~ORDERED,
+    "union": masks.sliding_window(20, 0) | ORDERED,
+    "one": CAUSAL & ordered([0, 300], [0, 0, 300]),
+    "each its own": ordered(list(range(301)), [0, 1, 300]),
+}
+
+
+@pytest.mark.parametrize("q_len", [290, 420, 70])
+@pytest.mark.parametrize(
+    "name,config", [*product(RANGES, (PLAIN, DYNAMIC)), ("documents", SPLIT), ("others", SPLIT)]
+)
+def test_documents_that_follow_one_another(name: str, config: str, q_len: int) -> None:
+    """Rows before the first key, a last tile of which one consumer has no row, blocks kept whole and in part."""
+    work = workload(16, dtype="bf16", mask=RANGES[name], batch=2, q_len=q_len, k_len=300)
+    assert tiles.lists(work.spec.mask) is None
+    judge(replace(make_inputs(work, "cpu"), mask=RANGES[name]), work.spec, config)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC, DYNAMIC.replace("p1", "p4")])
+def test_packs_and_guesses_over_documents_that_follow_one_another(config: str) -> None:
+    mask = CAUSAL & ORDERED if "optimistic" not in config else ordered([0, 290], [0, 280])
+    work = workload(16, dtype="bf16", mask=mask, batch=2, heads=4, q_len=150, k_len=300)
+    judge(replace(make_inputs(work, "cpu"), mask=mask), work.spec, config)
+
+
 @pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC])
 def test_distances_in_lists_with_blocks_kept_whole(config: str) -> None:
     inputs, spec = listed("two")
@@ -211,7 +247,9 @@ def test_distances_in_lists_with_blocks_kept_whole(config: str) -> None:
 
 
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, OPTIMISTIC])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda m: m.describe())
+@pytest.mark.parametrize(
+    "mask", [FULL, CAUSAL, WINDOW, masks.document("ordered")], ids=lambda m: m.describe()
+)
 def test_packed_sequences(mask: Mask, config: str) -> None:
     lengths = (130, 0, 5, 64, 1), (130, 9, 0, 200, 40)
     judge(*packed(*lengths, mask=mask, dtype="bf16", heads=1), config)
