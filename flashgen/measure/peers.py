@@ -40,9 +40,10 @@ WINDOWS: Mapping[Rule, Callable[..., Window]] = {
 }
 """The masks that every peer knows, as the window each is; the numbers are the mask's own."""
 
+_DOCUMENTS = tuple(masks.document(word) for word in ("i32", "i64", "ordered"))
 DOCUMENTS: Mapping[Rule, Window] = {
-    **{masks.document(dtype).rule: (None, None) for dtype in ("i32", "i64")},
-    **{(masks.causal() & masks.document(dtype)).rule: (None, 0) for dtype in ("i32", "i64")},
+    **{mask.rule: (None, None) for mask in _DOCUMENTS},
+    **{(masks.causal() & mask).rule: (None, 0) for mask in _DOCUMENTS},
 }
 """The masks of documents, and the window within each."""
 
@@ -133,7 +134,7 @@ class Problem:
             )
         if mask.rule not in DOCUMENTS:
             raise Unsupported(f"only FlexAttention is compared on {mask.describe()}")
-        (ids,) = mask.tensors
+        ids = _document_ids(*mask.tensors)
         if self.q.shape[0] > 1 or self.q.shape[2] != self.k.shape[2] or bool((ids.diff() < 0).any()):
             raise Unsupported(
                 "documents are packed sequences where they are one row of queries and keys, batch 1, and "
@@ -274,11 +275,18 @@ def _other_mask_mod(problem: Problem) -> Keep:
     return make(*mask.tensors)
 
 
-def _same_document(ids: Tensor) -> Keep:
+def _document_ids(table: Tensor) -> Tensor:
+    """The document of each key, (batch, k_len): of those that follow one another, where it begins."""
+    return table if table.dim() == 2 else table[:, 0, 1:]
+
+
+def _same_document(table: Tensor) -> Keep:
+    ids = _document_ids(table)
     return lambda batch, head, q_idx, k_idx: ids[batch, q_idx] == ids[batch, k_idx]
 
 
-def _causal_in_document(ids: Tensor) -> Keep:
+def _causal_in_document(table: Tensor) -> Keep:
+    ids = _document_ids(table)
     return lambda batch, head, q_idx, k_idx: (q_idx >= k_idx) & (ids[batch, q_idx] == ids[batch, k_idx])
 
 
@@ -311,8 +319,8 @@ def _near(grid: tuple[int, int], kernel: tuple[int, int]) -> Keep:
 
 _GRID = masks.neighborhood((1, 1), (1, 1))
 MASK_MODS: Mapping[Rule, Callable[..., Keep]] = {
-    **{masks.document(dtype).rule: _same_document for dtype in ("i32", "i64")},
-    **{(masks.causal() & masks.document(dtype)).rule: _causal_in_document for dtype in ("i32", "i64")},
+    **{mask.rule: _same_document for mask in _DOCUMENTS},
+    **{(masks.causal() & mask).rule: _causal_in_document for mask in _DOCUMENTS},
     **{masks.prefix_lm(dtype).rule: _prefix for dtype in ("i32", "i64")},
 }
 """Masks that are no windows, of as many queries as keys, by their tensors."""

@@ -154,21 +154,28 @@ def _drawn(workload: Workload, batch: int, keys: int) -> Mask:
     if workload.batch * (workload.k_len if max(ranks, default=0) > 1 else 1) <= _PAIRS:
         return make_rules(alone)[0]
     mask, _ = make_rules(replace(alone, batch=batch, k_len=keys))
-    tables = tuple(_Table(each, workload.batch, workload.k_len, keys) for each in mask.tensors)
+    tables = tuple(
+        # Of one dimension they are lengths of keys; what ascends are places among them.
+        _Table(each, workload.batch, workload.k_len, keys, operand.rank == 1 or operand.ascending)
+        for operand, each in zip(rule.operands, mask.tensors, strict=True)
+    )
     return Mask(rule, mask.values, tables)
 
 
 class _Table:
-    """An operand as `inputs` invents them, drawn for fewer sequences and keys than it is read for."""
+    """An operand as `inputs` invents them, drawn for fewer sequences and keys than it is read for: the first
+    axis counts sequences, the last one keys, unless there is but one.
+    """
 
-    def __init__(self, table: Tensor, batch: int, k_len: int, keys: int) -> None:
-        self._sizes = batch, k_len
-        # Of one dimension they are lengths of keys.
-        self._table = table if table.dim() > 1 else table.long() * k_len // keys
+    def __init__(self, table: Tensor, batch: int, k_len: int, keys: int, of_keys: bool) -> None:
+        self._batch, self._k_len, self._keys = batch, k_len, keys
+        self._table = table.long() * k_len // keys if of_keys else table
 
     def __getitem__(self, indices: tuple[Any, ...]) -> Tensor:
-        drawn = zip(indices, self._table.shape, self._sizes, strict=False)
-        return self._table[tuple(index * have // size for index, have, size in drawn)]
+        where = [indices[0] * self._table.shape[0] // self._batch, *indices[1:]]
+        if len(where) > 1:
+            where[-1] = where[-1] * self._keys // self._k_len
+        return self._table[tuple(where)]
 
 
 @lru_cache(maxsize=512)

@@ -124,7 +124,9 @@ class Various:
 
 
 _BOTH = (causal(), full())
-_DOCUMENTS = (causal() & document(), document())
+_DOCUMENTS = tuple(
+    mask for word in ("i32", "ordered") for mask in (causal() & document(word), document(word))
+)
 
 
 def _masks(head_dim: int) -> tuple[tuple[Heads, tuple[int, ...]], ...]:
@@ -172,16 +174,16 @@ SUITES: Mapping[str, Suite | FewQueries | Various] = {
     ),
     "masks": Various(
         _masks(64) + _masks(128),
-        "head_dim 64 and 128: a window of 1024, documents, prefix-LM, a 2-D neighbourhood, ALiBi, Gemma 2's "
-        "softcap with a window, GPT-OSS's sinks with one",
+        "head_dim 64 and 128: a window of 1024, documents by ids and in order, prefix-LM, a 2-D "
+        "neighbourhood, ALiBi, Gemma 2's softcap with a window, GPT-OSS's sinks with one",
     ),
     "documents": Various(
         tuple(
             (Heads(dim, 2048 // dim, 2048 // dim, masks=_DOCUMENTS, documents=(4, 8, 16, 32)), (16384,))
             for dim in (64, 128)
         ),
-        "4 to 32 documents of 16,384 tokens, causal and not: to compare, for no call knows how many it has, "
-        "and what `masks` tunes serves them all",
+        "4 to 32 documents of 16,384 tokens, by ids and in order, causal and not: to compare, for no call "
+        "knows how many it has, and what `masks` tunes serves them all",
     ),
     "head-dims": Various(
         tuple(

@@ -87,6 +87,22 @@ def test_documents_follow_each_other_and_fill_the_sequence(k_len: int) -> None:
     assert len({tuple(row.tolist()) for row in ids}) > 1 or k_len == 1, "each sequence has its own"
 
 
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_documents_in_order_are_those_drawn_by_ids(count: int) -> None:
+    workload = replace(make_workload(mask=causal() & document(), dtype="fp32", **SIZES), documents=count)
+    (ids,) = make_rules(workload)[0].tensors
+    ordered = replace(workload, spec=replace(workload.spec, mask=(causal() & document("ordered")).rule))
+    (ends,) = make_rules(ordered)[0].tensors
+    assert ends.shape == (SIZES["batch"], 2, SIZES["k_len"] + 1) and ends.dtype is torch.int32
+    assert density(ordered) == density(workload) and not ends[:, :, 0].any()
+    for row, (begin, end) in zip(ids, ends[:, :, 1:], strict=True):
+        lengths = row.unique(return_counts=True)[1]
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        (made,) = document(cu_seqlens=cu_seqlens, length=SIZES["k_len"]).tensors
+        assert torch.equal(made[0, :, 1:], torch.stack((begin, end)))
+    assert roofline.visible(ordered) == roofline.visible(workload)
+
+
 @pytest.mark.parametrize("count", [1, 2, 32])
 def test_as_many_documents_as_the_workload_says(count: int) -> None:
     sizes = SIZES | {"batch": 3, "q_len": 16384, "k_len": 16384}
@@ -112,6 +128,7 @@ def test_density_says_how_operands_were_drawn() -> None:
         (key_padding() & causal(), "lengths uniform in [k/2, k]"),
         (key_padding("keep"), "right padding, lengths uniform in [k/2, k]"),
         (causal() & document("i64"), "documents of lengths uniform in [k/16, k/4]"),
+        (causal() & document("ordered"), "documents of lengths uniform in [k/16, k/4]"),
         (prefix_lm("i64"), "lengths uniform in [k/2, k]"),
         (block_sparse("heads", 32), "a quarter of the blocks and the diagonal"),
         (neighborhood((8, 20), (3, 5)), "full"),

@@ -54,6 +54,7 @@ def kept(given: Workload) -> np.ndarray:
         "document",
         "causal & document",
         "causal & sliding_window(90, 0) & document",
+        "causal & document('ordered')",
         "block_sparse('heads', 32) & causal",
     ],
 )

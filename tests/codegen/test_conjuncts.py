@@ -18,6 +18,8 @@ FEWER = {
     "prefix_lm": 1,
     "document": 2,
     "causal & document": 2,
+    "document('ordered')": 1,
+    "causal & sliding_window(5, 0) & document('ordered')": 1,
     "causal & sliding_window(5, 0) & document": 2,
     "neighborhood(5)": 1,
     "neighborhood((4, 8), (3, 3))": 2,

@@ -226,7 +226,7 @@ RANGES = {
     "name,config", [*product(RANGES, (PLAIN, DYNAMIC)), ("documents", SPLIT), ("others", SPLIT)]
 )
 def test_documents_that_follow_one_another(name: str, config: str, q_len: int) -> None:
-    """Rows before the first key, a last tile of which one consumer has no row, blocks kept whole and in part."""
+    """Rows before the first key, a last tile that leaves a consumer no row, blocks kept whole and in part."""
     work = workload(16, dtype="bf16", mask=RANGES[name], batch=2, q_len=q_len, k_len=300)
     assert tiles.lists(work.spec.mask) is None
     judge(replace(make_inputs(work, "cpu"), mask=RANGES[name]), work.spec, config)

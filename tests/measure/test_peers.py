@@ -118,6 +118,8 @@ def test_a_peer_says_why_it_has_no_row(name: str, options: dict[str, object], re
 OTHERS = [
     masks.document(),
     masks.causal() & masks.document("i64"),
+    masks.document("ordered"),
+    masks.causal() & masks.document("ordered"),
     masks.prefix_lm(),
     masks.neighborhood((6, 8), (3, 5)),
     masks.neighborhood((8, 6), (4, 2)),
@@ -341,7 +343,7 @@ def install_fa4(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize("mask", OTHERS[:2], ids=str)
+@pytest.mark.parametrize("mask", OTHERS[:4], ids=str)
 def test_documents_of_one_row_are_packed_sequences(mask: masks.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = small(mask, batch=1)
 
@@ -354,8 +356,10 @@ def test_documents_of_one_row_are_packed_sequences(mask: masks.Mask, monkeypatch
 
     install_fa4(monkeypatch).flash_attn_varlen_func = varlen
     torch.testing.assert_close(build_peer("fa4", inputs)(), dense_reference(inputs))
-    (ids,) = inputs.mask.tensors
-    apart = replace(inputs, mask=inputs.mask.bind(ids.flip(1).contiguous()))
+    (table,) = inputs.mask.tensors
+    if table.dim() > 2:
+        return  # documents that follow one another, whatever it holds
+    apart = replace(inputs, mask=inputs.mask.bind(table.flip(1).contiguous()))
     with pytest.raises(Unsupported, match="and follow each other"):
         build_peer("fa4", apart)
 

@@ -67,6 +67,8 @@ def test_visible_share_of_padding_is_that_of_the_lengths() -> None:
         (sliding_window(40, 7), 0),
         (document(), 3),
         (causal() & document("i64"), 0),
+        (document("ordered"), 3),
+        (causal() & document("ordered"), 0),
         (prefix_lm(), 0),
         (neighborhood((16, 16), (5, 3)), 0),
         (block_sparse("batch_heads", 32), 0),
@@ -134,6 +136,14 @@ def test_the_largest_workloads_take_little_memory(
     assert largest.bytes <= 4 * 2**20
     if heads == 2**13:
         assert found.pairs == pytest.approx(pairs, rel=0.1)
+
+
+def test_documents_in_order_are_counted_of_shorter_ones_as_by_ids() -> None:
+    spec = replace(sized(document()).spec, head_dim=16, head_dim_v=16)
+    by_ids = Workload(spec, 2, 2, 1, 2**22, 2**22, documents=9)
+    ordered = replace(by_ids, spec=replace(spec, mask=document("ordered").rule))
+    found, wanted = (roofline.visible(each).pairs for each in (ordered, by_ids))
+    assert 0 < found == pytest.approx(wanted, rel=0.01)
 
 
 def test_flops_are_two_products_over_the_visible_pairs() -> None:

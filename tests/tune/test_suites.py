@@ -58,7 +58,7 @@ def test_few_queries_of_many_keys() -> None:
 
 def test_masks_and_score_rules_that_people_use() -> None:
     found = suite_workloads("masks")
-    assert len(found) == len(set(found)) == 20
+    assert len(found) == len(set(found)) == 24
     for head_dim in (64, 128):
         told = {
             (w.spec.mask.form, w.spec.score_mod.form if w.spec.score_mod else "", w.spec.sinks, w.q_len): w
@@ -70,6 +70,8 @@ def test_masks_and_score_rules_that_people_use() -> None:
             ("sliding_window({}, {})", "", "", 16384),
             ("causal & document", "", "", 16384),
             ("document", "", "", 16384),
+            ('causal & document("ordered")', "", "", 16384),
+            ('document("ordered")', "", "", 16384),
             ('prefix_lm("i32")', "", "", 16384),
             ("neighborhood(({}, 128), ({}, {}))", "", "", 16384),
             ("causal", "alibi", "", 16384),
@@ -90,9 +92,13 @@ def test_masks_and_score_rules_that_people_use() -> None:
 
 def test_documents_are_measured_by_their_number() -> None:
     found = suite_workloads("documents")
-    assert len(found) == len(set(found)) == 16
+    assert len(found) == len(set(found)) == 32
     assert {(w.spec.head_dim, w.spec.mask.form, w.documents) for w in found} == set(
-        itertools.product((64, 128), ("document", "causal & document"), (4, 8, 16, 32))
+        itertools.product(
+            (64, 128),
+            ("document", "causal & document", 'document("ordered")', 'causal & document("ordered")'),
+            (4, 8, 16, 32),
+        )
     )
     tuned = {(w.spec.key, w.bucket()) for w in suite_workloads("masks")}
     assert {(w.spec.key, w.bucket()) for w in found} <= tuned, "what is tuned serves them"
