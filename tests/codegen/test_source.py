@@ -114,6 +114,10 @@ SAMPLES = {
         AttentionSpec(128, 128, "bf16", (masks.causal() & masks.document()).rule),
         "c2x1n64s4g4p1_late_always_tree_lane_dynamic",
     ),
+    "sm90_documents_in_order": sm90(
+        AttentionSpec(128, 128, "bf16", (masks.causal() & masks.document("ordered")).rule),
+        "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic",
+    ),
     "sm90_blocks": sm90(
         AttentionSpec(64, 64, "bf16", (masks.causal() & masks.block_sparse("heads", 128)).rule),
         "c1x2n64s4g4p1_late_lazy_tree_lane_dynamic",
@@ -168,6 +172,9 @@ SAMPLES = {
             64, 64, "bf16", (masks.causal() & masks.document()).rule, score_mods.bias("hqk", "fp16").rule
         ),
         "m64n64w4s2_tma_heads",
+    ),
+    "bwd_documents_in_order": bwd(
+        AttentionSpec(64, 64, "bf16", masks.document("ordered").rule), "m64n64w4s2_tma_heads"
     ),
     "bwd_learned_alibi_bias": bwd(
         AttentionSpec(

@@ -31,6 +31,7 @@ H200 = TARGETS["nvidia-h200"]
 CAUSAL, FULL = masks.causal().rule, masks.full().rule
 DOCUMENT = masks.document().rule
 CAUSAL_DOCUMENT = (masks.causal() & masks.document("i64")).rule
+ORDERED, CAUSAL_ORDERED = masks.document("ordered").rule, (masks.causal() & masks.document("ordered")).rule
 NEAR_BY_HEAD = Rule.parse("mask", "abs(q_idx // 50 - k_idx // 50) <= reach[head] where reach: i32")
 WINDOW, SOFTCAP = masks.sliding_window(511, 0).rule, score_mods.softcap(30.0).rule
 
@@ -60,6 +61,12 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(64, 64, "fp16", DOCUMENT, SOFTCAP), "c1x2n64s4g4p4_early_lazy_tree_lane_plain"),
         (AttentionSpec(64, 64, "bf16", NEAR_BY_HEAD), "c3x1n64s2g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s4g4p1_late_lazy_tree_lane_dynamic"),
+        (
+            AttentionSpec(64, 64, "bf16", ORDERED, return_lse=True),
+            "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic",
+        ),
+        (AttentionSpec(128, 128, "bf16", ORDERED), "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"),
+        (AttentionSpec(128, 128, "bf16", CAUSAL_ORDERED), "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"),
         (AttentionSpec(128, 128, "bf16", CAUSAL_DOCUMENT), "c2x1n64s2g4p1_pinned_always_chain_row_plain"),
     ],
     ids=lambda each: each if isinstance(each, str) else f"{each.dims_label}_{each.mask.name}",
