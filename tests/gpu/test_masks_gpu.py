@@ -19,6 +19,10 @@ from flashgen.spec.score_mods import ScoreMod
 
 SIZES = (2, 8, 2, 2100, 2100)
 NAMED = [
+    masks.document("ordered"),
+    masks.causal() & masks.document("ordered"),
+    masks.sliding_window(200, 30) & masks.document("ordered"),
+    ~masks.document("ordered"),
     masks.prefix_lm(),
     masks.prefix_lm("i64") & masks.sliding_window(512, None),
     masks.dilated(300, 3),

@@ -39,6 +39,8 @@ def draw(
 
 
 DOCUMENTS = torch.arange(26).view(2, 13) % 3
+IN_ORDER = [masks.document(cu_seqlens=torch.tensor(ends), length=13) for ends in ([0, 5, 5, 11], [0, 13])]
+ORDERED = IN_ORDER[0].bind(torch.cat([each.tensors[0] for each in IN_ORDER]))
 KEEP = torch.tensor([[True] * 5 + [False] * 8, [False] * 13])
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -50,6 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
     "causal and padding": {"mask": masks.causal() & masks.key_padding(KEEP)},
     "documents": {"mask": masks.document(DOCUMENTS)},
     "causal and documents": {"mask": masks.causal() & masks.document(DOCUMENTS.int())},
+    "causal and documents in order": {"mask": masks.causal() & ORDERED},
     "not causal": {"mask": ~masks.causal()},
     "text": {"mask": "causal & sliding_window(4, 0) | full"},
     "softcap": {"score_mod": score_mods.softcap(1.5), "mask": "causal"},

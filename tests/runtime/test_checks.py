@@ -89,6 +89,15 @@ CASES: dict[str, dict[str, Any]] = {
     r"doc_ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
         "mask": masks.document(torch.ones(1, 8, dtype=torch.int64))
     },
+    r"doc_ends of document\(.ordered.\) has shape \(2, 2, 8\); axis 2, .* needs at least 9 elements": {
+        "mask": masks.document("ordered").bind(torch.zeros(2, 2, 8, dtype=torch.int32))
+    },
+    r"doc_ends of document\(.ordered.\) has shape \(2, 1, 9\); axis 1, of index 0, 1, needs at least 2": {
+        "mask": masks.document("ordered").bind(torch.zeros(2, 1, 9, dtype=torch.int32))
+    },
+    r"doc_ends of .* has shape \(1, 2, 9\); axis 0 counts batch, which is 2": {
+        "mask": masks.document(cu_seqlens=torch.tensor([0, 3, 8]), length=8)
+    },
     r"prefix_lens of prefix_lm\(.i32.\) has shape \(3,\); axis 0 counts batch, which is 2": {
         "mask": masks.prefix_lm(torch.ones(3, dtype=torch.int32))
     },
