@@ -4,7 +4,8 @@
 
 `ranges` solves a mask once, symbolically: for a tile of queries, the few ranges of keys that can hold kept
 pairs, each with the part in which every pair is kept; or the same for a tile of keys. The kernel visits only
-these. What it cannot solve, such as ids of documents, makes a range wider and its full part empty, never wrong.
+these. What it cannot solve, such as ids of documents, makes a range wider and its full part empty,
+never wrong.
 
 `lists` says, of masks that no ranges express, how all tiles within the ranges are classified: the same
 interval arithmetic as `classify`, in symbols. A kernel walks the lists that are made with it.
