@@ -13,9 +13,10 @@ from functools import reduce
 
 from flashgen.spec import expr as ex
 from flashgen.spec.spans import side_of
+from flashgen.spec.tiles import Linear, summed, tighter
 
 K_IDX, K_LEN = ex.Symbol("k_idx"), ex.Symbol("k_len")
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_ORDERED = ("<", "<=", ">", ">=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Interval:
         """The same as an expression."""
         sides = [] if self.lo is None else [ex.make(">=", self.value, self.lo)]
         sides += [] if self.hi is None else [ex.make("<", self.value, self.hi)]
-        return _joined("&", sides)
+        return _joined(sides)
 
 
 def joined(expr: ex.Expr, types: Mapping[str, str]) -> tuple[Interval | ex.Expr, ...]:
@@ -51,7 +52,7 @@ def joined(expr: ex.Expr, types: Mapping[str, str]) -> tuple[Interval | ex.Expr,
     lo = None if keys.lo is None else ex.make("max", keys.lo, ex.ZERO)
     hi = K_LEN if keys.hi is None else ex.make("min", keys.hi, K_LEN)
     if of_rows:
-        hi = ex.make("where", _joined("&", of_rows), hi, ex.ZERO)
+        hi = ex.make("where", _joined(of_rows), hi, ex.ZERO)
     return (Interval(K_IDX, lo, hi), *rest)
 
 
@@ -81,11 +82,7 @@ def _alike(a: Interval | ex.Expr, b: Interval | ex.Expr) -> bool:
 
 def _both(a: Interval | ex.Expr, b: Interval | ex.Expr) -> Interval:
     assert isinstance(a, Interval) and isinstance(b, Interval)
-    return Interval(a.value, _tighter("max", a.lo, b.lo), _tighter("min", a.hi, b.hi))
-
-
-def _tighter(op: str, a: ex.Expr | None, b: ex.Expr | None) -> ex.Expr | None:
-    return (b if a is None else a) if a is None or b is None else ex.make(op, a, b)
+    return Interval(a.value, tighter("max", (a.lo, b.lo)), tighter("min", (a.hi, b.hi)))
 
 
 def _either(a: Interval | ex.Expr, b: Interval | ex.Expr) -> Interval | None:
@@ -101,26 +98,22 @@ def _either(a: Interval | ex.Expr, b: Interval | ex.Expr) -> Interval | None:
 
 def _solved(atom: ex.Apply, types: Mapping[str, str]) -> Interval | None:
     """A comparison solved for the one value of the keys in it."""
-    if atom.op not in _MIRRORED or any(ex.result_type(arg, types) != "int" for arg in atom.args):
+    if atom.op not in _ORDERED or any(ex.result_type(arg, types) != "int" for arg in atom.args):
         return None
     left, right = map(_terms, atom.args)
     if left is None or right is None:
         return None
-    terms = _sum(left, right, -1)
+    terms = summed(left, right, -1)
     values = [term for term in terms if _of_keys(term)]
     if len(values) != 1 or abs(factor := terms.pop(values[0])) != 1:
         return None
     # value + rest op 0, so value op -rest.
-    op = atom.op if factor > 0 else _MIRRORED[atom.op]
-    bound = _text(_sum({}, terms, -factor), shift=op in ("<=", ">"))
+    op = atom.op if factor > 0 else ex.MIRRORED[atom.op]
+    bound = _text(summed({}, terms, -factor), shift=op in ("<=", ">"))
     return Interval(values[0], hi=bound) if op in ("<", "<=") else Interval(values[0], lo=bound)
 
 
-_Terms = dict[ex.Expr, int]
-"""A sum of terms with integer factors; the constant is the factor of `ex.ONE`."""
-
-
-def _terms(expr: ex.Expr) -> _Terms | None:
+def _terms(expr: ex.Expr) -> Linear | None:
     """An integer expression as a sum of terms, each of the keys alone or without them; None if it is none."""
     if isinstance(expr, ex.Const):
         return {ex.ONE: int(expr.value)}
@@ -131,18 +124,13 @@ def _terms(expr: ex.Expr) -> _Terms | None:
         right = _terms(expr.args[-1])
         if left is None or right is None:
             return None
-        return _sum(left, right, 1 if expr.op == "+" else -1)
+        return summed(left, right, 1 if expr.op == "+" else -1)
     return {expr: 1} if side_of(expr) == "k" else None
 
 
-def _sum(left: _Terms, right: _Terms, factor: int) -> _Terms:
-    """left + factor * right."""
-    return {term: left.get(term, 0) + factor * right.get(term, 0) for term in {**left, **right}}
-
-
-def _text(terms: _Terms, shift: int) -> ex.Expr:
+def _text(terms: Linear, shift: int) -> ex.Expr:
     """The sum plus `shift` as an expression, what is subtracted behind what is added, the constant last."""
-    terms = _sum(terms, {ex.ONE: 1}, shift)
+    terms = summed(terms, {ex.ONE: 1}, shift)
     ordered = sorted(terms.items(), key=lambda item: (item[0] == ex.ONE, item[1] < 0))
     total: ex.Expr = ex.ZERO
     for term, factor in ordered:
@@ -150,8 +138,8 @@ def _text(terms: _Terms, shift: int) -> ex.Expr:
     return total
 
 
-def _joined(op: str, exprs: Iterable[ex.Expr]) -> ex.Expr:
-    return reduce(lambda a, b: ex.make(op, a, b), exprs)
+def _joined(exprs: Iterable[ex.Expr]) -> ex.Expr:
+    return reduce(lambda a, b: ex.make("&", a, b), exprs)
 
 
 def _of_keys(expr: ex.Expr) -> bool:

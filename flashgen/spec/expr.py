@@ -363,6 +363,8 @@ OPERATIONS: Mapping[str, Operation] = {
 FUNCTIONS: tuple[str, ...] = tuple(row.text for row in OPERATIONS.values() if row.notation == "call")
 OPPOSITE: Mapping[str, str] = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 """Of each comparison the one that holds where it does not; of floats only where neither side is NaN."""
+MIRRORED: Mapping[str, str] = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+"""Of each comparison the one that says the same of its sides exchanged."""
 _INFIX = {row.node: row for row in OPERATIONS.values() if row.notation == "infix"}
 _PREFIX = {row.node: row for row in OPERATIONS.values() if row.notation == "prefix"}
 

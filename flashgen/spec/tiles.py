@@ -335,7 +335,6 @@ Linear: TypeAlias = dict[Expr, int]
 """A sum of terms with integer factors; the constant is the factor of `ex.ONE`."""
 
 FIRST, LAST = Symbol("first"), Symbol("last")
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 _RISES = {"+": (), "-": (1,), "min": (), "max": (), "//": (1,)}
 """Operations that never fall where their arguments never do, and which of these must not differ by row."""
 
@@ -384,7 +383,7 @@ class _Solver:
         if not isinstance(atom, Apply) or atom.op not in ex.OPPOSITE:
             return None
         left, right = (self.linear(arg) for arg in atom.args)
-        return None if left is None or right is None else _sum(left, right, -1)
+        return None if left is None or right is None else summed(left, right, -1)
 
     def linear(self, expr: Expr) -> Linear | None:
         """`expr` as a sum; its terms are q_idx, k_idx and integer expressions without them."""
@@ -399,10 +398,10 @@ class _Solver:
             right = self.linear(expr.args[-1])
             if left is not None and right is not None:
                 if expr.op != "*":
-                    return _sum(left, right, 1 if expr.op == "+" else -1)
+                    return summed(left, right, 1 if expr.op == "+" else -1)
                 for number, other in ((left, right), (right, left)):
                     if number.keys() <= {ex.ONE}:
-                        return _sum({}, other, number.get(ex.ONE, 0))
+                        return summed({}, other, number.get(ex.ONE, 0))
         return {expr: 1} if self.is_uniform(expr) or self.is_ascending_read(expr) else None
 
     def is_ascending_read(self, expr: Expr) -> bool:
@@ -442,8 +441,8 @@ class _Solver:
         if abs(factor) != 1:
             return EVERYTHING
         # along + rest op 0, so along op -rest; of -rest, the smallest and the largest over the tile's rows.
-        op = atom.op if factor > 0 else _MIRRORED[atom.op]
-        least, most = self.extremes(_sum({}, linear, -factor))
+        op = atom.op if factor > 0 else ex.MIRRORED[atom.op]
+        least, most = self.extremes(summed({}, linear, -factor))
         if op in (">", ">="):
             shift = op == ">"
             return Range(lo=_text(least, shift), full_lo=_text(most, shift))
@@ -458,8 +457,8 @@ class _Solver:
         if compared is None:
             return False
         assert isinstance(atom, Apply)
-        for op, side in ((atom.op, compared), (_MIRRORED[atom.op], _sum({}, compared, -1))):
-            beyond = _sum(side, linear, -1)  # side = linear + beyond
+        for op, side in ((atom.op, compared), (ex.MIRRORED[atom.op], summed({}, compared, -1))):
+            beyond = summed(side, linear, -1)  # side = linear + beyond
             if op in (">", ">=", "==") and beyond.keys() <= {ex.ONE}:
                 return beyond.get(ex.ONE, 0) <= (op == ">")
         return False
@@ -538,7 +537,7 @@ def _absorbed(clauses: list[Clause]) -> list[Clause] | None:
     return kept if len(kept) <= MAX_CLAUSES else None
 
 
-def _sum(left: Linear, right: Linear, factor: int) -> Linear:
+def summed(left: Linear, right: Linear, factor: int) -> Linear:
     """left + factor * right, without terms of factor 0."""
     total = dict(left)
     for term, number in right.items():
@@ -554,7 +553,7 @@ def _text(linear: Linear, shift: int = 0) -> Expr:
         return (term == ex.ONE, term not in (FIRST, LAST), not isinstance(term, Symbol), factor < 0)
 
     total: Expr = ex.ZERO
-    for term, factor in sorted(_sum(linear, {ex.ONE: 1}, shift).items(), key=place):
+    for term, factor in sorted(summed(linear, {ex.ONE: 1}, shift).items(), key=place):
         total = make("+" if factor > 0 else "-", total, make("*", ex.number(abs(factor)), term))
     return total
 
@@ -568,7 +567,7 @@ def _against_zero(op: str, linear: Linear) -> Expr:
     )
 
 
-def _inner(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
+def tighter(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
     """The tighter of some bounds, by `max` for lower and `min` for upper ones; None is no bound."""
     some = [bound for bound in dict.fromkeys(bounds) if bound is not None]
     return reduce(lambda a, b: make(op, a, b), some) if some else None
@@ -576,14 +575,14 @@ def _inner(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
 
 def _outer(op: str, bounds: Sequence[Expr | None]) -> Expr | None:
     """The wider of some bounds, by `min` for lower and `max` for upper ones; None is no bound."""
-    return None if None in bounds else _inner(op, bounds)
+    return None if None in bounds else tighter(op, bounds)
 
 
 def _intersection(a: Range, b: Range) -> Range:
-    lo, hi = _inner("max", (a.lo, b.lo)), _inner("min", (a.hi, b.hi))
+    lo, hi = tighter("max", (a.lo, b.lo)), tighter("min", (a.hi, b.hi))
     if not (a.has_full and b.has_full):
         return Range(lo, hi, has_full=False)
-    return Range(lo, hi, _inner("max", (a.full_lo, b.full_lo)), _inner("min", (a.full_hi, b.full_hi)))
+    return Range(lo, hi, tighter("max", (a.full_lo, b.full_lo)), tighter("min", (a.full_hi, b.full_hi)))
 
 
 def _union(a: Range, b: Range) -> Range | None:
