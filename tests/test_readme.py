@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand there."""
+"""The README's Python examples run as they stand there, and tables of documents are true."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from flashgen.build.reference import evaluate_rule
+from flashgen.codegen.families import FAMILIES
 from flashgen.errors import InvalidArgument
 from flashgen.spec import masks
+from flashgen.spec.config import SHORT_NAMES
 
 README = Path(__file__).parent.parent / "README.md"
 MARKED = re.compile(r"<!-- run: tests/test_readme.py -->\n```python\n(.*?)```", re.DOTALL)
@@ -82,3 +84,25 @@ def test_links_lead_somewhere() -> None:
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) == 6
+
+
+def test_the_tunables_are_those_of_the_families() -> None:
+    """Every family's, once, with its values in their order; what a value is that is a word, too."""
+    text = README.with_name("DESIGN.md").read_text().partition("## Tunables\n")[2].partition("\n## ")[0]
+    told: dict[tuple[str, str], list[str]] = {}
+    for row in text.splitlines():
+        if not row.startswith("| `"):
+            continue
+        families, tunable, short, values, meaning = (each.strip() for each in row.strip("|").split("|"))
+        name, listed = tunable.strip("`"), values.replace("`", "").split(", ")
+        assert short.strip("`") == SHORT_NAMES[name], row
+        for word in listed:
+            assert word.isdigit() or f"`{word}`" in meaning, row
+        for family in families.replace("`", "").split(", "):
+            assert (family, name) not in told, row
+            told[family, name] = listed
+    assert told == {
+        (family.name, name): [*map(str, values)]
+        for family in FAMILIES.values()
+        for name, values in (*family.tunables, *family.options)
+    }
