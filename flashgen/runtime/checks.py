@@ -276,7 +276,8 @@ def as_score_mod(given: object) -> ScoreMod | None:
     if isinstance(given, Sequence) and all(isinstance(each, ScoreMod) for each in given):
         return compose(given)
     raise InvalidArgument(
-        f"score_mod={shown(given)} must be None, a ScoreMod from flashgen.score_mods, or a sequence of them"
+        f"score_mod={shown(given)} must be None, a text such as 'softcap(30.0)', or a ScoreMod, or a "
+        "sequence of ScoreMods; flashgen.score_mods.softcap(30.0) makes one"
     )
 
 
@@ -375,7 +376,7 @@ def check_tensors(q: Any, k: Any, v: Any, dims: int, axes: str, takes: str = "it
         check_dense(name, tensor)
         if tensor.dim() != dims:
             raise InvalidArgument(
-                f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; {takes}{axes}"
+                f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}; {takes}{axes}: reshape {name}"
             )
         if tensor.dtype not in DTYPE_NAMES:
             allowed = ", ".join(map(str, DTYPE_NAMES))
@@ -535,7 +536,10 @@ def check_sizes(shapes: Iterable[Sequence[int]], given: str) -> None:
     )
     for name, what, whose, is_, wanted in agreements:
         if is_ != wanted:
-            raise InvalidArgument(f"{name} has {what} {is_}, it must be {whose} {wanted}: {given}")
+            raise InvalidArgument(
+                f"{name} has {what} {is_}, it must be {whose} {wanted}: {given}; cut the longer of "
+                "the two, or expand an axis of one element"
+            )
     if k[1] == 0 or q[1] % k[1]:
         raise InvalidArgument(
             f"q has {q[1]} heads, which must be a multiple of the {k[1]} heads of k and v: each key head "
@@ -661,9 +665,10 @@ def check_operands(call: Call) -> None:
                 )
             shape = tensor.shape
             if tensor.dtype != dtype or len(shape) != len(axes):
+                step = f"give its .to({dtype})" if len(shape) == len(axes) else "reshape it"
                 raise InvalidArgument(
                     f"{name} of {bound.describe()} must be {dtype} with {len(axes)} dimensions, "
-                    f"not {shown(tensor)}"
+                    f"not {shown(tensor)}; {step}"
                 )
             for axis, entries in enumerate(axes):
                 if isinstance(entries, Reached):
@@ -673,9 +678,10 @@ def check_operands(call: Call) -> None:
                 sizes = {each: getattr(known, each) for each in sorted(counts)}
                 if sizes and shape[axis] != max(sizes.values()):
                     told = " and ".join(f"{each}, which is {size}" for each, size in sizes.items())
+                    step = "expand" if shape[axis] == 1 else "cut or pad"
                     raise InvalidArgument(
                         f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts "
-                        f"{told}{_OF_PACKED if call.totals else ''}"
+                        f"{told}{_OF_PACKED if call.totals else ''}; {step} it to {max(sizes.values())} there"
                     )
 
 
@@ -684,9 +690,11 @@ def _check_reach(told: str, tensor: Tensor, axis: int, reached: Reached, env: tu
     if torch.compiler.is_compiling() or tensor.shape[axis] >= (least := reached.least(env)):
         return
     index = ", ".join(dict.fromkeys(map(ex.to_text, reached.indices)))
-    needs = f"needs at least {least} elements" if least < MAX_INDEX else "would be read before its beginning"
+    needs, step = f"needs at least {least} elements", "pad it, or build a longer one"
+    if least == MAX_INDEX:
+        needs, step = "would be read before its beginning", "keep the index at 0 or more, as by max(index, 0)"
     raise InvalidArgument(
-        f"{told} has shape {tuple(tensor.shape)}; axis {axis}, of index {index}, {needs} in this call"
+        f"{told} has shape {tuple(tensor.shape)}; axis {axis}, of index {index}, {needs} in this call: {step}"
     )
 
 

@@ -214,10 +214,16 @@ def as_longest(given: Any, name: str = "max_seqlen") -> int:
         # A number of a trace's own has the type of an int, and may vary unless it is asked for its value.
         longest = given if type(given) is int else given.__index__()
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        raise InvalidArgument(f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}") from None
+        raise _no_length(name, given) from None
     if isinstance(given, bool) or not 0 <= longest <= MAX_INDEX:
-        raise InvalidArgument(f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}")
+        raise _no_length(name, given)
     return int(longest)
+
+
+def _no_length(name: str, given: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name}={shown(given)} must be an int from 0 to {MAX_INDEX}: the longest sequence's length, or more"
+    )
 
 
 def _as_enough(letter: str, given: Any, sequences: int, tokens: int) -> int:

@@ -26,7 +26,7 @@ GOOD = tensors()
 CASES: dict[str, dict[str, Any]] = {
     r"q must be a tensor \(batch, heads, seq, head_dim\), not \[1\]": {"q": [1]},
     r"k must be a tensor .*, not None": {"k": None},
-    r"q has 3 dimensions, \(4, 6, 32\); layout='bhsd' takes": {"q": torch.ones(4, 6, 32)},
+    r"q has 3 dimensions, \(4, 6, 32\); layout='bhsd' takes .*: reshape q$": {"q": torch.ones(4, 6, 32)},
     r"v has 2 dimensions": {"v": torch.ones(8, 32)},
     r"q.dtype=torch.int64 is not served; allowed: torch.float16, torch.bfloat16, torch.float32": {
         "q": GOOD["q"].long()
@@ -36,7 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     r"k.dtype=torch.float16 must be that of q, torch.float32": {"k": GOOD["k"].half()},
     r"k.device=meta must be that of q, cpu": {"k": GOOD["k"].to("meta")},
     r"k has batch 3, it must be q's 2: q \(2, 4, 6, 32\)": tensors(k=(3, 2, 8, 32)),
-    r"v has batch 1, it must be q's 2": tensors(v=(1, 2, 8, 32)),
+    r"v has batch 1, it must be q's 2.*; cut the longer of the two, or expand an axis of one": tensors(
+        v=(1, 2, 8, 32)
+    ),
     r"v has heads 4, it must be k's 2": tensors(v=(2, 4, 8, 32)),
     r"v has length 7, it must be k's 8": tensors(v=(2, 2, 7, 32)),
     r"k has head_dim 64, it must be q's 32": tensors(k=(2, 2, 8, 64)),
@@ -72,24 +74,26 @@ CASES: dict[str, dict[str, Any]] = {
         "score_mod": "alibis"
     },
     r"deterministic=1 must be True, False or None": {"deterministic": 1},
-    r"score_mod=\['softcap'\] must be None, a ScoreMod": {"score_mod": ["softcap"]},
+    r"score_mod=\['softcap'\] must be None, a text .*, or a sequence of ScoreMods; .* makes one$": {
+        "score_mod": ["softcap"]
+    },
     r"key_padding has no tensor for key_lengths; build it with one": {"mask": "key_padding"},
     r"key_lengths of key_padding is on meta, q on cpu": {
         "mask": masks.key_padding(torch.ones(2, dtype=torch.int32, device="meta"))
     },
-    r"key_lengths of key_padding has shape \(1,\); axis 0 counts batch, which is 2": {
+    r"key_lengths of key_padding has shape \(1,\); axis 0 counts batch, which is 2; expand it to 2 there$": {
         "mask": masks.key_padding(torch.ones(1, dtype=torch.int32))
     },
     r"key_keep of .* has shape \(2, 9\); axis 1 counts k_len, which is 8": {
         "mask": masks.key_padding(torch.ones(2, 9, dtype=torch.bool))
     },
-    r"doc_ids of document has shape \(2, 9\); axis 1 counts k_len, which is 8": {
+    r"doc_ids of document has shape \(2, 9\); axis 1 counts k_len, which is 8; cut or pad it to 8 there$": {
         "mask": masks.document(torch.ones(2, 9, dtype=torch.int64))
     },
     r"doc_ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
         "mask": masks.document(torch.ones(1, 8, dtype=torch.int64))
     },
-    r"doc_ends of document\(.ordered.\) has shape \(2, 2, 8\); axis 2, .* needs at least 9 elements": {
+    r"doc_ends of document\(.ordered.\) has shape \(2, 2, 8\); axis 2, .* at least 9 .* in this call: pad": {
         "mask": masks.document("ordered").bind(torch.zeros(2, 2, 8, dtype=torch.int32))
     },
     r"doc_ends of document\(.ordered.\) has shape \(2, 1, 9\); axis 1, of index 0, 1, needs at least 2": {
@@ -128,13 +132,16 @@ CASES: dict[str, dict[str, Any]] = {
         "score_mod": score_mods.relative("fp32", 3).bind(torch.ones(4, 5)),
     },
     r"bias.* has no tensor for bias; build it with one": {"score_mod": "bias"},
-    r"ids of .* has shape \(8,\); axis 0, of index q_pos - 3, would be read before its beginning": {
+    r"ids of .* has shape \(8,\); axis 0, of index q_pos - 3, would be read before its beginning .*: keep": {
         "mask": masks.Mask(
             Rule.parse("mask", "ids[q_pos - 3] == k_idx where ids: i32"), (), (torch.ones(8).int(),)
         )
     },
-    r"key_lengths of .* must be torch.int32 with 1 dimensions, not a tensor of torch.int64": {
+    r"key_lengths of .* must be torch.int32 with 1 .*, not .*int64 \(2,\); give its .to\(torch.int32\)$": {
         "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, dtype=torch.int64),))
+    },
+    r"key_lengths of .* with 1 dimensions, not a tensor of torch.int32 \(2, 1\); reshape it$": {
+        "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, 1, dtype=torch.int32),))
     },
 }
 

@@ -260,7 +260,7 @@ REFUSED: dict[str, Callable[[], list[Any]]] = {
         max_q=16
     ),
     r"max_seqlen_k=4 is too small: 5 sequences of so many hold 20 tokens, and k has 24": changed(max_k=4),
-    r"max_seqlen_q=-1 must be an int from 0": changed(max_q=-1),
+    r"max_seqlen_q=-1 must be an int from 0 to 2147483647: the longest sequence's length": changed(max_q=-1),
     r"max_seqlen_q=True must be an int": changed(max_q=True),
     r"max_seqlen_k=17.0 must be an int": changed(max_k=17.0),
     r"max_seqlen_k=None must be an int": changed(max_k=None),
