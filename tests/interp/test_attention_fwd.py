@@ -254,6 +254,32 @@ def test_c03_scores_far_below_any_sentinel(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out[0, 0].float(), means, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("mask", TABLE_MASKS, ids=lambda m: m.describe())
+def test_c01_c02_c03_c09_c12_c13_of_each_mask(mask: Mask) -> None:
+    """Sequences that share their keys, in views of one tensor; of the second no key is kept, and scores are
+    as far below any sentinel as fp16 goes. Offsets of 64 bits give the same bits.
+    """
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    keep[1] = False
+    work = workload(mask=mask & masks.key_padding("keep"), dtype="fp16", batch=2, q_len=45)
+    made = make_inputs(workload(mask=mask, dtype="fp16", batch=2, q_len=45), "cpu")
+    q = torch.full((2, 45, 3, 16), 300.0, dtype=torch.float16)[:, :, :2].transpose(1, 2)
+    shared = torch.full((1, 40, 2, 16), -300.0, dtype=torch.float16)
+    shared[:, :, 1].normal_(generator=torch.Generator().manual_seed(5))
+    k, v = (shared[:, :, i : i + 1].transpose(1, 2).expand(2, 1, 40, 16) for i in (0, 1))
+    inputs = replace(made, q=q, k=k, v=v, mask=made.mask & masks.key_padding(keep), scale=8.0)
+    out, lse = run(inputs, work.spec, f"{SMALL}_pointer_heads", STRIDED)
+    exact, exact_lse = attention_reference(q, k, v, mask=made.mask, scale=8.0)
+    torch.testing.assert_close(out[0].float(), exact[0], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse[0], exact_lse[0], atol=2.0, rtol=1e-6)
+    assert (lse[0][lse[0].isfinite()] < -1.1e7).all() and (out[0][lse[0] == -math.inf] == 0).all()
+    assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
+    if mask.rule == masks.causal().rule:
+        assert (lse[0] == -math.inf).sum() == 2 * 5  # of both heads, rows above the first key
+    wide = run(inputs, work.spec, f"{SMALL}_pointer_heads", CallFacts("strided", tma=False, wide=True))
+    assert torch.equal(out, wide[0]) and torch.equal(lse, wide[1])
+
+
 def test_c16_softcap_comes_before_the_mask() -> None:
     """A cap applied after the mask would bring the future back at -cap."""
     work = workload(score_mod=score_mods.softcap(1.0), q_len=33, k_len=33)
