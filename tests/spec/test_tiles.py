@@ -4,11 +4,14 @@ A tile that holds a kept pair must be visited, and what is called full must be f
 wrong result of every kernel.
 """
 
+import operator
 import random
 from bisect import bisect_left, bisect_right
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashgen.build.reference import TORCH_FUNCTIONS
 from flashgen.codegen.abi import Grid
@@ -337,6 +340,25 @@ def test_random_combinations():
     rng = random.Random(4)
     for _ in range(700):
         check(random_mask(rng, 3), rng)
+
+
+LEAVES = st.sampled_from([mask for entry in MASKS.values() for mask in entry.examples()])
+COMBINATIONS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        inner.map(operator.invert),
+        st.builds(operator.and_, inner, inner),
+        st.builds(operator.or_, inner, inner),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(mask=COMBINATIONS, rng=st.randoms(use_true_random=False))
+def test_any_combination(mask, rng):
+    """As above, of masks of the table alone; what fails is cut down to the smallest mask that does."""
+    check(mask, rng)
 
 
 @pytest.mark.parametrize(
