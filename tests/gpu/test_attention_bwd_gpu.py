@@ -183,9 +183,10 @@ def test_fused_views_and_an_expanded_gradient() -> None:
     close([fused.grad[:, :, i].transpose(1, 2) for i in range(3)], wanted)
 
 
-def test_c33_fifty_runs_give_the_same_bits() -> None:
+def test_c19_fifty_runs_give_the_same_bits() -> None:
+    """Of 8 query heads on 2 key heads, whose gradients are sums over a group."""
     tensors = leaves(q_len=1000, k_len=1000)
-    out = flashgen.attention(*tensors, mask="causal")
+    out = flashgen.attention(*tensors, mask="causal", deterministic=True)
     dout = torch.randn_like(out)
     first = torch.autograd.grad(out, tensors, dout, retain_graph=True)
     for _ in range(50):

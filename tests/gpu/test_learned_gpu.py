@@ -117,7 +117,7 @@ FIXED = ("alibi", "bias of pairs", "bias of keys", "bias of rows")
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_c33_deterministic_gradients_have_the_same_bits_in_fifty_runs(name: str) -> None:
+def test_c19_deterministic_gradients_have_the_same_bits_in_fifty_runs(name: str) -> None:
     """What kernels would add in any order is torch's, as explain says."""
     tensors, mod = leaves(), score_mods.compose(MODS[name]())
     options: dict[str, Any] = {"mask": CAUSAL, "score_mod": mod, "deterministic": True}
@@ -132,7 +132,7 @@ def test_c33_deterministic_gradients_have_the_same_bits_in_fifty_runs(name: str)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_c33_of_one_sequence_a_bias_of_heads_is_added_to_once() -> None:
+def test_c19_of_one_sequence_a_bias_of_heads_is_added_to_once() -> None:
     tensors, bias = leaves(batch=1), drawn(1, HEADS, Q_LEN, K_LEN)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
