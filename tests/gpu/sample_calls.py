@@ -35,6 +35,31 @@ def documents() -> None:
     torch.testing.assert_close(flashgen.attention(q, k, v, mask=mask).float(), exact, atol=3e-2, rtol=3e-2)
 
 
+def gradients() -> None:
+    """Of output and LSE; of what a score rule reads, by rows and by pairs, and of sinks; along lists."""
+    slopes, sinks = (torch.rand(4, device="cuda").requires_grad_() for _ in range(2))
+    bias = torch.randn(2, 4, 100, 133, device="cuda").requires_grad_()
+    ids = torch.arange(133, device="cuda").repeat(2, 1) // 50
+    kinds: tuple[dict[str, Any], ...] = (
+        {"mask": masks.causal()},
+        {"mask": masks.sliding_window(31, 0), "sinks": sinks},
+        {"score_mod": score_mods.compose([score_mods.alibi(slopes), score_mods.bias(bias)])},
+        {"mask": masks.document(ids)},
+    )
+    for rules in kinds:
+        q, k, v = draw(2, 4, 100, 64), draw(2, 2, 133, 64), draw(2, 2, 133, 64)
+        wanted = [each.requires_grad_() for each in (q, k, v)]
+        wanted += [sinks] if "sinks" in rules else []
+        wanted += [slopes, bias] if "score_mod" in rules else []
+        results = flashgen.attention(q, k, v, return_lse=True, **rules)
+        douts = [torch.randn_like(each) for each in results]
+        found = torch.autograd.grad(results, wanted, douts)
+        exact = attention_reference(q, k, v, **rules)
+        expected = torch.autograd.grad(exact, wanted, [each.float() for each in douts])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm(), rules
+
+
 def packed_sequences() -> None:
     """Without queries, without keys and without either; the first tensors of their memory too."""
     starts_q, starts_k = [0, 1, 1, 66, 196], [0, 0, 70, 70, 130]
@@ -70,6 +95,8 @@ def main() -> None:
             if lse is not None:
                 torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-3)
     documents()
+    if any(family.op == "bwd" for family in FAMILIES.values()):
+        gradients()
     packed_sequences()
     if "attention_fwd_sm90" in FAMILIES and torch.cuda.get_device_capability()[0] == 9:
         of_8_bits()
