@@ -8,6 +8,7 @@ import re
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +202,61 @@ def test_sinks_take_part_and_expanded_keys_have_gradients_of_their_own(learned: 
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
     assert loads.sinks[1] == ("fp32" if learned else "")  # of the backward call
+
+
+def held(call: Call, kernels: Dispatcher) -> tuple[list[Tensor], Tensor]:
+    """Gradients of q, k and v, right to float64, and the output."""
+    own, (exact_out, _) = exact(call)
+    out, _ = gradients.attention(call, kernels)
+    found = torch.autograd.grad(out.square().sum(), (call.q, call.k, call.v))
+    wanted = torch.autograd.grad(exact_out.square().sum(), own)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(call.bhsd(ours).double(), theirs, rtol=1e-4, atol=1e-4)
+    return list(found), out
+
+
+def test_c13_gradients_of_a_broadcast_batch_and_of_a_real_one() -> None:
+    """In either order, by one dispatcher: strides of 0 are no part of a kernel."""
+    one = [each.detach()[:1] for each in leaves()]
+    kernels = dispatcher(Loads())
+    for copied in (False, True, False):
+        tensors = [each.expand(2, -1, -1, -1) for each in one]
+        tensors = [(each.contiguous() if copied else each).requires_grad_() for each in tensors]
+        held(check(*tensors, "causal", None, None, "bhsd", True), kernels)
+    tensors = [each.detach().requires_grad_() for each in one]
+    held(check(*tensors, "causal", None, None, "bhsd", True), kernels)
+
+
+def test_c17_another_cap_is_another_number_of_the_same_kernels() -> None:
+    """Scores are bent as c * tanh(s / c), in both passes; the third call has no cap."""
+    loads = Loads()
+    kernels = dispatcher(loads)
+    results = []
+    for rule in ([score_mods.softcap(15.0)], [score_mods.softcap(30.0)], None):
+        q, k, v = leaves()
+        q = (q.detach() * 5).requires_grad_()
+        found, out = held(check(q, k, v, "causal", rule, None, "bhsd", True), kernels)
+        results.append([out.detach(), *found])
+    assert loads.ops == ["fwd", "bwd"] * 2, "the two caps share kernels"
+    for one, other in combinations(results, 2):
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(one, other, strict=True))
+
+
+def test_c39_optional_arguments_of_a_call_that_needs_gradients_may_be_none() -> None:
+    kernels = dispatcher(Loads())
+    for score_mod, given in product((None, []), (None, Given())):
+        held(check(*leaves(), None, score_mod, None, "bhsd", False, given), kernels)
+    assert kernels.resolves == 2
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_c41_gradients_have_the_order_of_what_they_are_of(layout: str) -> None:
+    turned = [each.detach().transpose(1, 2).contiguous().transpose(1, 2) for each in leaves(layout)]
+    call = check(*(each.requires_grad_() for each in turned), "causal", None, None, layout, True)
+    found, out = held(call, dispatcher(Loads()))
+    assert out.transpose(1, 2).is_contiguous()
+    for ours, own in zip(found, (call.q, call.k, call.v), strict=True):
+        assert ours.stride() == own.stride()
 
 
 @pytest.mark.parametrize("failing", ["", "fwd", "bwd"], ids=["kernels", "no forward", "no backward"])
