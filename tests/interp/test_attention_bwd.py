@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from gradients import check, errors, exact, given, run
+from gradients import check, errors, exact, given, judge, run
 from test_attention_fwd import COMBINED, DIMS, TABLE_MASKS, random_mask, workload
 
 from flashgen.build.inputs import make_inputs
@@ -128,6 +128,36 @@ def test_a_bias_of_minus_infinity_is_no_weight() -> None:
     found = run(inputs, work.spec, f"{SMALL}_pointer_heads", dout=dout, dlse=dlse)
     assert max(errors(found, exact(inputs, dout, dlse))) < 1e-5
     assert not found[0][:, :, 11].any() and not found[1][:, :, 20].any() and not found[2][:, :, 20].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_c03_gradients_of_scores_far_below_any_sentinel(dtype: torch.dtype) -> None:
+    """All weights of a row are equal, and its gradient of dv is their sum's: what float32 holds of an LSE of
+    1.15e7, half of 1, and of the same in log2 units, twice, is all that they may be off by.
+    """
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    work = workload(128, dtype=name, mask=masks.causal(), heads=1, q_len=33, k_len=33)
+    inputs = make_inputs(work, "cpu")
+    q, k = torch.full((1, 1, 33, 128), 300.0, dtype=dtype), torch.full((1, 1, 33, 128), -300.0, dtype=dtype)
+    inputs = replace(inputs, q=q, k=k, scale=1.0)
+    for row in (0, 7, 32):
+        dout = torch.zeros(1, 1, 33, 128, dtype=dtype)
+        dout[:, :, row] = 1.0
+        dq, dk, dv = run(inputs, work.spec, f"{SMALL}_tma_heads", dout=dout)
+        assert all(each.isfinite().all() for each in (dq, dk, dv))
+        # Where 0 is right the interpreter leaves denormal numbers of bf16.
+        assert (dv[:, :, row + 1 :].abs() <= 1e-30).all() and (dq[:, :, row + 1 :].abs() <= 1e-30).all()
+        weights = dv[0, 0, : row + 1, 0].float()
+        assert torch.equal(weights, weights[:1].expand_as(weights))
+        assert abs(math.log(float(weights[0]) * (row + 1))) <= 0.5 + 2 * 0.5 * math.log(2)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_gradients_of_large_scores(dtype: str) -> None:
+    """Of 300 and more, on either side of 0, which is as large as a trained model's become."""
+    work = workload(64, dtype=dtype, mask=masks.causal(), heads=1, q_len=70, k_len=70)
+    inputs = make_inputs(work, "cpu")
+    judge(replace(inputs, q=inputs.q * 100), work.spec, f"{SMALL}_tma_heads")
 
 
 def test_what_lies_behind_the_ends_changes_no_bit() -> None:

@@ -127,6 +127,22 @@ def test_a_row_that_sees_no_key_has_no_gradient() -> None:
     assert dk.isfinite().all() and dv.any(-1).all()
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_a_bias_of_minus_infinity_is_no_weight(dim: int) -> None:
+    """In single pairs, a row and a column; after it, a rule whose slope is not 1."""
+    mod = score_mods.compose([score_mods.scale(0.5), score_mods.bias("hqk", "fp32")])
+    work = workload(dim, dtype="bf16", mask=masks.full(), score_mod=mod, q_len=70, k_len=140)
+    inputs = make_inputs(work, "cpu")
+    bias = torch.randn(inputs.score_mod.tensors[0].shape, generator=torch.Generator().manual_seed(1))
+    bias[..., 3, 5] = bias[..., 11, :] = bias[..., :, 20] = -math.inf
+    inputs = replace(inputs, score_mod=ScoreMod(mod.rule, mod.values, (bias,)))
+    dout, dlse = given(inputs, with_lse=True)
+    source = render(work.spec.backward(lse=True), FAMILY.find(PLAIN), toolchain())
+    found = run(inputs, source, dout, dlse)
+    assert max(errors(found, exact(inputs, dout, dlse))) < 1e-2
+    assert not found[0][:, :, 11].any() and not found[1][:, :, 20].any() and not found[2][:, :, 20].any()
+
+
 def test_a_key_that_no_row_sees_has_no_gradient() -> None:
     """The first row is at position 230 of 300, so the tile of the first 128 keys has no block to visit."""
     dq, dk, dv = gradients_of(masks.sliding_window(9, 0), 70, 300)
