@@ -346,6 +346,14 @@ def test_one_plan_serves_all_lengths_of_a_bucket() -> None:
     assert made.dispatcher.resolves == 3
 
 
+def test_c20_a_longest_length_that_is_a_tensor_is_one_kind_of_call() -> None:
+    """Made anew for each call, on the host; of one on a GPU the value is never read."""
+    made = parts.make()
+    for longest in (17, torch.tensor(17), torch.tensor(17), torch.tensor([17])[0], np.int64(17)):
+        dispatched(made, [*call(dtype=torch.float16)[:5], longest, torch.tensor(11)])
+    assert made.dispatcher.resolves == 1 and len(made.loads.kernels[0].launches) == 5
+
+
 def test_a_dense_call_and_a_packed_one_have_plans_of_their_own() -> None:
     made = parts.make()
     dispatched(made, call(dtype=torch.bfloat16))
