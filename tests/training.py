@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from tiny_models import SIZES, make_model
 from torch import Tensor
 
@@ -58,6 +60,38 @@ def losses(
         optimizer.zero_grad()
         found.append(loss.detach())
     return torch.stack(found).cpu()
+
+
+def trainer_losses(
+    name: str, attention: str, steps: int, *, device: str = "cpu", bf16: bool = True
+) -> Tensor:
+    """As `losses`, by `transformers.Trainer`, which needs accelerate; all batches are of one length."""
+    rows = [
+        {key: each[row] for key, each in batch.items()}
+        for batch in batches(steps, (24,))
+        for row in range(len(batch["labels"]))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        options = transformers.TrainingArguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=2e-3,
+            lr_scheduler_type="constant",
+            bf16=bf16,
+            use_cpu=device == "cpu",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        model = make_model(name, attn_implementation=attention)
+        trainer = transformers.Trainer(
+            model, options, train_dataset=rows, data_collator=transformers.default_data_collator
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        return torch.tensor([each["loss"] for each in trainer.state.log_history if "loss" in each])
 
 
 def smoothed(curve: Tensor, over: int = 20) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from training import losses
+from training import losses, trainer_losses
 
 from flashgen.integrations import transformers as integration
 
@@ -21,6 +21,14 @@ def test_the_loss_falls_as_with_eager(name: str) -> None:
     ours, eager = (losses(name, each, 8, dtype=None) for each in ("flashgen", "eager"))
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
     assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_a_trainers_loss_falls_as_with_eager(name: str) -> None:
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    ours, eager = (trainer_losses(name, each, 8, bf16=False) for each in ("flashgen", "eager"))
+    torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
+    assert len(ours) == 8 and ours[-1] < ours[0] - 0.3
 
 
 def test_the_loss_under_autocast_is_that_of_eager_up_to_rounding() -> None:
