@@ -11,6 +11,7 @@ Database and caches of the tests lie in a temporary folder, never in the user's 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -81,6 +82,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=needing)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.stash[_NO_GPU] = f"{len(needing)} tests marked gpu were left out: {reason}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: the garbage collector need not walk torch and the tests each time that
+    700 objects were made, a sixth of the interpreter's time. On a GPU garbage would hold memory that counts.
+    """
+    if not any(item.get_closest_marker("gpu") for item in session.items):
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000)
 
 
 _NO_GPU = pytest.StashKey[str]()
