@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
@@ -12,48 +13,97 @@ from flashgen.codegen.family import Family, Shared, Tiling, listed
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
-from flashgen.spec.target import KIB, Target
+from flashgen.spec.target import KIB, TARGETS, Target
 
+NAME = "attention_bwd_sm90"
 CONSUMERS = 2
+"""Warpgroups that sum dk and dv."""
 KEYS = 64
 """Of a consumer warpgroup: the rows of one wgmma."""
 ROWS = 64
 """Of a block."""
+EXCHANGED = "exchanged"
+"""`operands` where one consumer sums dv, the other dk, of the same keys, and a third warpgroup computes dq:
+what one of them computes for the others passes through shared memory."""
 TILE_REGISTERS = 216
 """Of a consumer's thread, which setmaxnreg gives 240 where producer and adder have 24: with 208 of tiles
 nothing spills in a loop, with 224 it does."""
 MOST_HEAD_DIM = 128
+"""Of which a consumer computes what its keys add to dq, beside its sums of dk and dv."""
+MOST_SUMS = 128
+"""Columns of one product: of 16 warps a thread has 128 registers at the launch, and ptxas compiles no product
+whose sums alone take them."""
+DQ_COLUMNS = 64
+"""In which dq leaves the third warpgroup, whose threads have 64 registers: 32 of sums."""
+_SHARED = min(target.shared_per_block for target in TARGETS.values() if target.arch == 90)
 _LANES = 128  # threads of a warpgroup
 _BOX = 256  # elements of a row of the boxes in which dq leaves: the most that TMA has
-_BARRIER_BYTES = KIB  # mbarriers and alignment, at most
+_BARRIER_BYTES = 3 * KIB // 2  # and alignment, and what partitions are given, at most: 1,368 of ten chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Columns of a chunk of a head dim that one product sums."""
+
+    name: str
+    """Variable that holds the sums: `dk_128`."""
+    suffix: str
+    """Of the chunk."""
+    first: int
+    """Of its columns in the chunk."""
+    size: int
+    whole: bool
+    """Whether it is the chunk."""
+
+
+def pieces(spec: AttentionSpec, tensor: str, most: int) -> tuple[Piece, ...]:
+    """The chunks of a tensor, in pieces of at most so many columns."""
+    return tuple(
+        Piece(
+            each.name if each.size <= most else f"{tensor.lower()}_{each.offset + first}",
+            each.suffix,
+            first,
+            min(each.size, most),
+            each.size <= most,
+        )
+        for each in chunks(spec, tensor)
+        for first in range(0, each.size, most)
+    )
+
+
+def _exchanged(config: Config) -> bool:
+    return config["operands"] == EXCHANGED
 
 
 def _tiling(config: Config) -> Tiling:
     return Tiling(
         block_m=ROWS,
-        block_n=CONSUMERS * KEYS,
+        block_n=KEYS if _exchanged(config) else CONSUMERS * KEYS,
         num_warps=4,
         num_stages=config.number("num_stages"),
         descriptors=True,
-        warps=4 * (CONSUMERS + 1),
+        warps=4 * (CONSUMERS + (2 if _exchanged(config) else 1)),
         by_keys=True,
     )
 
 
-def halves(spec: AttentionSpec) -> bool:
+def halves(config: Config, spec: AttentionSpec) -> bool:
     """Whether each consumer computes half of the head dim of what a block adds to dq, or they take turns.
 
     At head_dim 128 a thread has no registers for the whole beside its sums of dk and dv.
     """
-    return spec.qk_chunks == (128,)
+    return spec.qk_chunks == (128,) and not _exchanged(config)
 
 
 def registers_needed(config: Config, spec: AttentionSpec) -> int:
     """Registers of a consumer's thread that hold tiles: sums of dk and dv, scores, gradients of weights and
-    weights as an operand; with K and V as operands, too."""
-    dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
-    held = dims * KEYS // _LANES + 2 * KEYS * ROWS // _LANES + KEYS * ROWS // (2 * _LANES)
-    return held + (dims * KEYS // (2 * _LANES) if config["operands"] == "registers" else 0)
+    weights as an operand; with K and V as operands, too. Where consumers exchange these, the larger of both
+    sums, scores, weights as an operand and the LSEs of a block, which is never too much."""
+    sums = [sum(each) * KEYS // _LANES for each in (spec.qk_chunks, spec.v_chunks)]
+    scores, operand = KEYS * ROWS // _LANES, KEYS * ROWS // (2 * _LANES)
+    if _exchanged(config):
+        return max(sums) + scores + operand + ROWS // 4
+    return sum(sums) + 2 * scores + operand + (sum(sums) // 2 if config["operands"] == "registers" else 0)
 
 
 def _leaves(spec: AttentionSpec) -> str:
@@ -63,12 +113,26 @@ def _leaves(spec: AttentionSpec) -> str:
         "computes gradients of q, k and v, and those of what the score rule reads "
         f"({', '.join(spec.learned)}) are asked for, too": spec.learned,
         "walks ranges of rows, and this mask lists blocks of them": listed(spec.mask, "q"),
-        f"computes dq of head_dim up to {MOST_HEAD_DIM}, not {spec.head_dim}": spec.head_dim > MOST_HEAD_DIM,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
+    if _exchanged(config) and _serves_alone(spec, target):
+        return "exchanges what each consumer can compute alone, of tiles of half as many keys"
+    return _too_much(config, spec)
+
+
+def _serves_alone(spec: AttentionSpec, target: Target) -> bool:
+    """Whether consumers need not exchange anything: that reads rows, and adds to dq, half as often."""
+    least = Config(NAME, (("num_stages", 2), ("group", 4), ("operands", "shared")))
+    return not _too_much(least, spec) and _shared_bytes(least, spec, target).most <= target.shared_per_block
+
+
+def _too_much(config: Config, spec: AttentionSpec) -> str:
+    """For the registers of a consumer's thread."""
+    if spec.head_dim > MOST_HEAD_DIM and not _exchanged(config):
+        return f"computes dq of head_dim up to {MOST_HEAD_DIM} beside dk and dv, not {spec.head_dim}"
     if (needed := registers_needed(config, spec)) > TILE_REGISTERS:
         return (
             f"holds {needed} registers of tiles in each of a consumer's threads, which has {TILE_REGISTERS} "
@@ -77,19 +141,44 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     return ""
 
 
+def _tiles_bytes(config: Config, spec: AttentionSpec) -> int:
+    """Of shared memory: keys and values, the rings of rows, and gradients of scores twice, or once and the
+    weights."""
+    dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
+    keys, stages = _tiling(config).block_n, config.number("num_stages")
+    rows = stages * ROWS * (dims * spec.itemsize + 2 * 4)
+    return keys * dims * spec.itemsize + rows + 2 * keys * ROWS * spec.itemsize
+
+
+def _dq_columns(config: Config, spec: AttentionSpec) -> dict[str, int]:
+    """Columns of dq that leave at once, of each chunk, by its suffix."""
+    most = DQ_COLUMNS if _exchanged(config) or halves(config, spec) else MOST_HEAD_DIM
+    return {each.suffix: min(each.size, most) for each in chunks(spec, "DQ")}
+
+
+def dq_slots(config: Config, spec: AttentionSpec) -> int:
+    """How many parts of dq may be on their way out: of each consumer one, or where these exchange, two if
+    there is room."""
+    if not _exchanged(config):
+        return CONSUMERS
+    two = 2 * _dq_bytes(config, spec) + _tiles_bytes(config, spec) + _BARRIER_BYTES
+    return 2 if two <= _SHARED else 1
+
+
+def _dq_bytes(config: Config, spec: AttentionSpec) -> int:
+    """Of such a part: all chunks in turn take one place where consumers exchange, else each its own."""
+    columns = _dq_columns(config, spec).values()
+    return ROWS * (max(columns) if _exchanged(config) else sum(columns)) * 4
+
+
 def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
-    """Keys and values, the rings of rows, gradients of scores twice, and what each consumer adds to dq."""
-    qk, v = sum(spec.qk_chunks), sum(spec.v_chunks)
-    keys, stages = CONSUMERS * KEYS, config.number("num_stages")
-    tiles = (keys + stages * ROWS) * (qk + v) * spec.itemsize + stages * 2 * ROWS * 4
-    tiles += 2 * keys * ROWS * spec.itemsize
-    tiles += CONSUMERS * ROWS * (qk // 2 if halves(spec) else qk) * 4
+    tiles = _tiles_bytes(config, spec) + dq_slots(config, spec) * _dq_bytes(config, spec)
     return Shared(tiles, tiles + _BARRIER_BYTES)
 
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     held = max(spec.head_dim, spec.head_dim_v) <= 64 and not _takes_registers(spec)
-    return ((2, 4, "registers" if held else "shared"), (2, 4, "shared"))
+    return ((2, 4, "registers" if held else "shared"), (2, 4, "shared"), (2, 4, EXCHANGED))
 
 
 def _takes_registers(spec: AttentionSpec) -> bool:
@@ -107,7 +196,7 @@ def _sums(spec: AttentionSpec) -> dict[str, int]:
 def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
     from flashgen.codegen.expressions import rule_arguments  # see `family.listed`
 
-    of_rows, of_keys = f"1,{ROWS}", f"1,{CONSUMERS * KEYS}"
+    of_rows, of_keys = f"1,{ROWS}", f"1,{_tiling(config).block_n}"
     inputs = [
         described(spec, tensor, spec.dtype, copied)
         for tensor, copied in (("Q", of_rows), ("K", of_keys), ("V", of_keys), ("DOUT", of_rows))
@@ -116,11 +205,11 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
     stats = Arg("ROW_STATS", "scratch.row_stats", f"tensordesc<fp32[1,1,1,{2 * ROWS}]>")
     sums = tuple(
         Arg(
-            name.upper(),
-            f"scratch.{name}",
-            f"tensordesc<fp32[1,1,{rows // 2 if halves(spec) else rows},{_BOX}]>",
+            f"DQ_SUMS{suffix}",
+            f"scratch.dq_sums{suffix}",
+            f"tensordesc<fp32[1,1,{ROWS * columns // _BOX},{_BOX}]>",
         )
-        for name, rows in _sums(spec).items()
+        for suffix, columns in _dq_columns(config, spec).items()
     )
     sizes = ("heads", "heads_per_kv", "q_len", "k_len")
     rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
@@ -166,18 +255,24 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
-    return gradient_values(spec) | {"halves": halves(spec)}
+    return gradient_values(spec) | {
+        "halves": halves(config, spec),
+        "dk_pieces": pieces(spec, "DK", MOST_SUMS),
+        "dv_pieces": pieces(spec, "DV", MOST_SUMS),
+        "dq_columns": _dq_columns(config, spec),
+        "dq_slots": dq_slots(config, spec),
+    }
 
 
 ATTENTION_BWD_SM90 = Family(
-    name="attention_bwd_sm90",
+    name=NAME,
     op="bwd",
     template="attention_bwd_sm90.py.jinja",
     language="gluon",
     tunables=(
         ("num_stages", (2, 3)),
         ("group", (1, 4, 16)),
-        ("operands", ("shared", "registers")),
+        ("operands", ("shared", "registers", EXCHANGED)),
     ),
     archs=(90, 90),
     dtypes=("fp16", "bf16"),

@@ -225,6 +225,9 @@ BLOCK_CLOCKS, DIM_CLOCKS = 700.0, 15.7
 """Of 64 rows and 128 keys whose gradients two warpgroups compute: so many, and so many more for each element
 of both head dims, at the data sheet's clock. A prototype took 2,440 at head_dim 64 and 3,900 at 128, where
 shared memory is the busiest, at the 1.75 GHz that the power limit left of 1.98."""
+HALF_A_TILE = 0.7
+"""Of that, a block takes with tiles of 64 keys: half of the products, but as much to read of rows and to add
+to their sums. Expected from what the L2 cache and shared memory move, not measured."""
 
 
 def _by_keys_us(workload: Workload, tiling: Tiling, target: Target) -> float:
@@ -238,7 +241,8 @@ def _by_keys_us(workload: Workload, tiling: Tiling, target: Target) -> float:
     blocks = min(visible * workload.q_len / tiling.block_m + edge, most)
     blocks *= workload.heads / workload.kv_heads
     waves = max(tiling.tiles(workload) / target.sm_count, 1.0)
-    clocks = blocks * (BLOCK_CLOCKS + DIM_CLOCKS * dims) + TILE_CLOCKS
+    clocks = BLOCK_CLOCKS + DIM_CLOCKS * dims * (1.0 if tiling.block_n == 128 else HALF_A_TILE)
+    clocks = blocks * clocks + TILE_CLOCKS
     compute = waves * clocks / (unit.ghz * 1e3)
     of_a_row = (2 * 4 + spec.itemsize) * spec.head_dim + 2 * spec.itemsize * spec.head_dim_v
     rows = workload.batch * workload.heads * workload.q_len

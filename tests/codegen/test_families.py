@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -255,13 +256,14 @@ def test_shared_memory_bounds_hold_over_recorded_compiles() -> None:
 
 
 def test_bounds_of_gradients_hold_over_recorded_compiles() -> None:
-    """Of both kernels; and what `fits` refuses for its registers spills where it hurts."""
-    family = FAMILIES["attention_bwd"]
+    """Of all kernels of a file that are recorded; and what `fits` refuses for its registers spills where it
+    hurts."""
     rows = [
         json.loads(line) for line in (COMPILED.parent / "compiled_gradients.jsonl").read_text().splitlines()
     ]
-    assert len(rows) >= 25
+    assert len(rows) >= 25 and {row["family"] for row in rows} == {"attention_bwd", "attention_bwd_sm90"}
     for row in rows:
+        family = FAMILIES[row["family"]]
         spec = AttentionSpec(row["head_dim"], row["head_dim_v"], row["dtype"], masks.causal().rule).backward()
         config, target = family.find(row["config"]), TARGETS[row["target"]]
         bound = family.shared_bytes(config, spec, target)
@@ -290,12 +292,25 @@ def test_the_hopper_family_of_gradients_says_what_it_leaves_to_the_portable_one(
     assert "holds 272 registers" in family.fits(
         family.find("s2g4_registers"), AttentionSpec(128, 128, "bf16").backward(), target
     )
+    exchanged, wide = family.find("s2g4_exchanged"), AttentionSpec(256, 256, "bf16").backward()
+    assert "up to 128 beside dk and dv, not 256" in family.fits(config, wide, target)
+    assert not family.fits(exchanged, wide, target) and not family.fits(exchanged, values, target)
+    assert "what each consumer can compute alone" in family.fits(exchanged, chunks, target)
+    assert "KB of shared memory" in family.fits(family.find("s3g4_exchanged"), wide, target)
     assert "fp32" in family.supports(AttentionSpec(64, 64, "fp32").backward(), target)
     assert "needs sm_90" in family.supports(SPEC.backward(), TARGETS["nvidia-b200"])
     assert "descriptor" in family.admits(config, CallFacts("strided", tma=False))
     tiling = family.tiling(config)
     work = Workload(SPEC.backward(), 2, 8, 2, 4096, 300)
     assert tiling.tiles(work) == 2 * 2 * 3 == tiling.grid.blocks(2, 2, 300, multiprocessors=132)
+    assert family.tiling(exchanged).tiles(work) == 2 * 2 * 5
+
+
+def test_a_default_of_the_hopper_family_of_gradients_fits_all_head_dims() -> None:
+    family = FAMILIES["attention_bwd_sm90"]
+    for head_dim, head_dim_v in itertools.product(range(16, 257, 8), repeat=2):
+        spec = AttentionSpec(head_dim, head_dim_v, "bf16").backward()
+        assert family.default(spec, H200, CallFacts()) in family.space(spec, H200)
 
 
 BIASED = replace(SPEC, score_mod=score_mods.bias("bhqk", "bf16").rule)
@@ -305,8 +320,6 @@ LEFT_TO_THE_PORTABLE_FAMILY = [
     (BIASED.backward(learned=("bias",)), "those of what the score rule reads (bias) are asked for, too"),
     (replace(SPEC, dropout=True).backward(), "draws no random numbers, which dropout needs"),
     (replace(SPEC, mask=masks.document().rule).backward(), "this mask lists blocks of them"),
-    (AttentionSpec(192, 128, "bf16").backward(), "computes dq of head_dim up to 128, not 192"),
-    (AttentionSpec(128, 256, "bf16").backward(), "holds 272 registers"),
     (AttentionSpec(64, 64, "fp32").backward(), "serves fp16, bf16, not fp32"),
 ]
 

@@ -214,6 +214,13 @@ SAMPLES = {
         AttentionSpec(64, 64, "fp16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
         "s3g4_shared",
     ),
+    "bwd_sm90_exchanged": bwd_sm90(
+        AttentionSpec(256, 256, "bf16", masks.causal().rule, return_lse=True), "s2g4_exchanged"
+    ),
+    "bwd_sm90_exchanged_chunks_softcap": bwd_sm90(
+        AttentionSpec(160, 144, "bf16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),
+        "s2g1_exchanged",
+    ),
     "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.full().rule), "s2g4_registers"),
     "bwd_sm90_chunks_union_alibi": bwd_sm90(
         AttentionSpec(

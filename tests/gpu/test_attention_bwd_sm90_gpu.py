@@ -21,6 +21,7 @@ from flashgen.measure.check_gradients import GradientRig
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.masks import Mask
 from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
+from flashgen.spec.target import TARGETS
 
 FAMILY = find_family("attention_bwd_sm90")
 
@@ -34,7 +35,7 @@ def right(work: Workload, config: str = "", **named: Any) -> None:
     check(work, config, family=FAMILY, **named)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
 @pytest.mark.parametrize("length", [64, 128, 1000, 4096])
 def test_causal_and_full(length: int, mask: Mask, head_dim: int) -> None:
@@ -42,6 +43,7 @@ def test_causal_and_full(length: int, mask: Mask, head_dim: int) -> None:
 
 
 DIMS = ((16, 16), (64, 64), (72, 40), (96, 96), (128, 128), (128, 64), (64, 128))
+DIMS += ((256, 256), (192, 128), (160, 160), (248, 200), (256, 40), (128, 256))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -54,15 +56,17 @@ SERVED = [mask for mask in TABLE + COMBINED if not listed(mask.rule, "q")]
 
 
 @pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
-def test_masks(mask: Mask) -> None:
-    right(workload(mask=mask, sizes=(2, 4, 2, 500, 700)))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_masks(mask: Mask, head_dim: int) -> None:
+    right(workload(head_dim, mask=mask, sizes=(2, 4, 2, 500, 700)))
 
 
 @pytest.mark.parametrize(
     "mod", [m for e in SCORE_MODS.values() for m in e.examples()], ids=lambda m: m.describe()
 )
-def test_score_rules(mod: ScoreMod) -> None:
-    right(workload(score_mod=mod, sizes=(2, 4, 2, 500, 700)))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_score_rules(mod: ScoreMod, head_dim: int) -> None:
+    right(workload(head_dim, score_mod=mod, sizes=(2, 4, 2, 500, 700)))
 
 
 def test_a_score_rule_at_head_dim_128() -> None:
@@ -70,8 +74,11 @@ def test_a_score_rule_at_head_dim_128() -> None:
     right(workload(128, score_mod=score_mods.alibi(), sizes=(2, 4, 2, 500, 700)))
 
 
-CONFIGS = [(64, config.name) for config in FAMILY.all_configs()]
-CONFIGS += [(128, config.name) for config in FAMILY.all_configs() if config["operands"] == "shared"]
+CONFIGS = [
+    (head_dim, config.name)
+    for head_dim in (64, 128, 160)
+    for config in FAMILY.space(workload(head_dim).spec.backward(), TARGETS["nvidia-h200"])
+]
 
 
 @pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
@@ -83,19 +90,19 @@ SIZES = ((1, 1, 1, 1, 1), (3, 6, 2, 65, 1000), (2, 4, 4, 1000, 65), (1, 8, 1, 40
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int, int], head_dim: int, layout: str) -> None:
     right(workload(head_dim, sizes=sizes), layout=layout)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_in_memory_are_not_read(head_dim: int) -> None:
     work = workload(head_dim, dtype="fp16", sizes=(2, 4, 2, 333, 222))
     right(work, **among_nan(make_inputs(work, DEVICE)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
 def test_many_runs_agree(mask: Mask, head_dim: int) -> None:
     """dk and dv to the bit, for their sums have one order; dq as closely as float32 sums of any order, once

@@ -27,7 +27,7 @@ from flashgen.spec.masks import Mask
 from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
 
 FAMILY = FAMILIES["attention_bwd_sm90"]
-PLAIN, LOADED = "s2g4_shared", "s2g4_registers"
+PLAIN, LOADED, EXCHANGED = "s2g4_shared", "s2g4_registers", "s2g4_exchanged"
 
 
 def run(
@@ -77,12 +77,34 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), with_lse=True)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
+def test_causal_and_full_at_head_dim_256(mask: Mask, lengths: tuple[int, int]) -> None:
+    q_len, k_len = lengths
+    check(workload(256, dtype="bf16", mask=mask, heads=2, q_len=q_len, k_len=k_len), EXCHANGED)
+
+
+WIDE = ((256, 256), (192, 128), (160, 160), (248, 200), (256, 40), (128, 256), (16, 256))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+def test_head_dims_over_128(dims: tuple[int, int], dtype: str) -> None:
+    """Of two, or as many parts of dq on their way out as fit."""
+    check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), EXCHANGED, with_lse=True)
+
+
 SERVED = [mask for mask in TABLE_MASKS + COMBINED if not listed(mask.rule, "q")]
 
 
 @pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
 def test_masks(mask: Mask) -> None:
     check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200))
+
+
+@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+def test_masks_at_head_dims_over_128(mask: Mask) -> None:
+    check(workload(160, 16, dtype="bf16", mask=mask, heads=2, q_len=150, k_len=200), EXCHANGED)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -92,37 +114,62 @@ def test_random_combinations(seed: int) -> None:
     drawn = (random_mask(random) for _ in count())
     mask = next(mask for mask in drawn if not listed(mask.rule, "q"))
     q_len, k_len = random.choice(((140, 170), (130, 70), (265, 65), (140, 3)))
-    check(workload(16, dtype="bf16", mask=mask, batch=2, heads=1, q_len=q_len, k_len=k_len))
+    for dim, config in ((16, PLAIN), (144, EXCHANGED)):
+        check(workload(dim, 16, dtype="bf16", mask=mask, batch=2, heads=1, q_len=q_len, k_len=k_len), config)
 
 
 RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
 RULES.append(score_mods.compose([score_mods.bias("bhqk"), score_mods.softcap(2.0), score_mods.softcap(1.0)]))
 
 
-@pytest.mark.parametrize("dim", [16, 128])
+@pytest.mark.parametrize(("dim", "config"), [(16, PLAIN), (128, PLAIN), (256, EXCHANGED)])
 @pytest.mark.parametrize("mod", RULES, ids=lambda m: m.describe())
-def test_score_rules(mod: ScoreMod, dim: int) -> None:
-    """At head_dim 128 the gradients of weights come later."""
-    check(workload(dim, dtype="bf16", mask=masks.sliding_window(90, 30), score_mod=mod, q_len=133, k_len=150))
+def test_score_rules(mod: ScoreMod, dim: int, config: str) -> None:
+    """At head_dim 128 the gradients of weights come later, at 256 weights pass from consumer to consumer."""
+    window = masks.sliding_window(90, 30)
+    check(workload(dim, dtype="bf16", mask=window, score_mod=mod, q_len=133, k_len=150), config)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("heads,kv_heads,group", [(6, 6, 4), (6, 2, 1), (5, 1, 4)])
 def test_head_groups(heads: int, kv_heads: int, group: int, layout: str) -> None:
-    work = workload(16, dtype="bf16", batch=2, heads=heads, kv_heads=kv_heads, q_len=140, k_len=140)
-    check(work, f"s3g{group}_shared", layout)
+    for dims, operands in (((16, 16), "shared"), ((192, 128), "exchanged")):
+        work = workload(*dims, dtype="bf16", batch=2, heads=heads, kv_heads=kv_heads, q_len=140, k_len=140)
+        check(work, f"s3g{group}_{operands}", layout)
 
 
-def gradients_of(mask: Mask, q_len: int, k_len: int) -> Gradients:
-    work = workload(32, dtype="bf16", mask=mask, q_len=q_len, k_len=k_len)
+def test_small_weights_are_exchanged_with_all_their_digits() -> None:
+    """The first key has nearly all the weight, another 2^-20, of which float16 has 4 bits, bf16 8."""
+    work = workload(144, 16, dtype="bf16", mask=masks.full(), heads=1, kv_heads=1, q_len=100, k_len=70)
     inputs = make_inputs(work, "cpu")
-    source = render(work.spec.backward(), FAMILY.find(PLAIN), toolchain())
+    first = torch.arange(70)[:, None] == 0
+    inputs = replace(inputs, q=inputs.q * 0.25 + 1, k=inputs.k * 0.25 + 14 / 12 * first.to(inputs.k.dtype))
+    dout, _ = given(inputs)
+    source = render(work.spec.backward(), FAMILY.find(EXCHANGED), toolchain())
+    rules = {"mask": inputs.mask, "scale": inputs.scale, "round_to": inputs.q.dtype}
+    rounded = gradients_reference(*inputs.true(), inputs.bhsd(dout), None, **rules)
+    wanted = exact(inputs, dout)[1][:, :, 1:]
+    lost, allowed = (
+        float((made[1][:, :, 1:].double() - wanted).norm() / wanted.norm())
+        for made in (run(inputs, source, dout), rounded)
+    )
+    assert lost <= 1.05 * allowed < 0.01, (lost, allowed)
+
+
+BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
+
+
+def gradients_of(mask: Mask, q_len: int, k_len: int, dim: int, config: str) -> Gradients:
+    work = workload(dim, dtype="bf16", mask=mask, q_len=q_len, k_len=k_len)
+    inputs = make_inputs(work, "cpu")
+    source = render(work.spec.backward(), FAMILY.find(config), toolchain())
     return run(inputs, source, given(inputs)[0])
 
 
-def test_a_row_that_sees_no_key_has_no_gradient() -> None:
+@BOTH
+def test_a_row_that_sees_no_key_has_no_gradient(dim: int, config: str) -> None:
     """The last 70 of 200 rows see keys."""
-    dq, dk, dv = gradients_of(masks.causal(), 200, 70)
+    dq, dk, dv = gradients_of(masks.causal(), 200, 70, dim, config)
     assert not dq[:, :, :130].any() and dq[:, :, 131:].any(-1).all()
     assert dk.isfinite().all() and dv.any(-1).all()
 
@@ -143,9 +190,10 @@ def test_a_bias_of_minus_infinity_is_no_weight(dim: int) -> None:
     assert not found[0][:, :, 11].any() and not found[1][:, :, 20].any() and not found[2][:, :, 20].any()
 
 
-def test_a_key_that_no_row_sees_has_no_gradient() -> None:
+@BOTH
+def test_a_key_that_no_row_sees_has_no_gradient(dim: int, config: str) -> None:
     """The first row is at position 230 of 300, so the tile of the first 128 keys has no block to visit."""
-    dq, dk, dv = gradients_of(masks.sliding_window(9, 0), 70, 300)
+    dq, dk, dv = gradients_of(masks.sliding_window(9, 0), 70, 300, dim, config)
     assert not dk[:, :, :221].any() and not dv[:, :, :221].any()
     assert dv[:, :, 221:].any(-1).all() and dq.isfinite().all()
 
@@ -166,18 +214,56 @@ MISTAKES = {
 }  # fmt: skip
 """What to replace by what in the rendered text, and which operation is slow where that is a race."""
 
+MISTAKES_OF_AN_EXCHANGE = {
+    "queries are given back before they are multiplied for the last time": (
+        r"(\n +dk_0, dk_128, ds = warpgroup_mma_wait\(0[^\n]+)(\n +mbarrier.arrive\(q_empty[^\n]+)",
+        r"\2\1",
+        "arrive",
+    ),
+    "weights are overwritten before they were taken": (
+        r"( +)mbarrier.wait\(p_empty[^\n]+\n( +p_smem)", r"\2", "store of partition 1"
+    ),
+    "weights are taken before they are there": (
+        r" +mbarrier.wait\(p_full[^\n]+\n", "", "store of partition 0"
+    ),
+    "gradients of scores are overwritten before they were multiplied": (
+        r" +mbarrier.wait\(ds_empty[^\n]+\n", "", "store of partition 2"
+    ),
+    "gradients of scores are free after the first of their products": (
+        r"if i == 3:\n( +mbarrier.arrive\(ds_empty)", r"if i == 0:\n\1", "store of partition 2"
+    ),
+    "sums are overwritten before they have left": (r" +mbarrier.wait\(dq_empty[^\n]+\n", "", "store_wait"),
+    "keys are overwritten before they have made dq": (
+        r" +mbarrier.wait\(keys_read[^\n]+\n", "", "store of partition 2"
+    ),
+    "values are overwritten before they have made gradients": (
+        r"( +mbarrier.wait\(v_full, 0\)\n) +mbarrier.wait\(p_empty[^\n]+\n", r"\1", "store of partition 1",
+    ),
+    "the mask at the end of the keys is forgotten": (r" & \(k_idx < k_len\)", "", ""),
+    "one consumer frees a stage for both": (r"(dout_empty.index\(i\), count=)CONSUMERS", r"\g<1>1", ""),
+    "dv keeps the size of the lifted weights": (r"(dv_\d+) \* LOWER\)", r"\1)", ""),
+}  # fmt: skip
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_stand_in_sees_mistakes(mistake: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, wrong, slow = MISTAKES[mistake]
+
+@pytest.mark.parametrize(
+    ("dim", "config", "mistake"),
+    [
+        *((dim, PLAIN, mistake) for dim in (64, 128) for mistake in MISTAKES),
+        *((256, EXCHANGED, mistake) for mistake in MISTAKES_OF_AN_EXCHANGE),
+    ],
+    ids=str,
+)
+def test_the_stand_in_sees_mistakes(
+    dim: int, config: str, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern, wrong, slow = (MISTAKES if config == PLAIN else MISTAKES_OF_AN_EXCHANGE)[mistake]
     monkeypatch.setattr(gluon, "PATIENCE_S", 2.0)
     monkeypatch.setattr(gluon, "SLOW", {slow: 0.1})
     work = workload(dim, dtype="bf16", mask=masks.full(), heads=1, q_len=300, k_len=140)
     inputs = make_inputs(work, "cpu")
     if "end of the keys" in mistake:  # exp2(0 - LSE) of a key that does not exist is then infinite
         inputs = replace(inputs, q=inputs.q * 0 - 4, k=inputs.k * 0 + 4)
-    source = render(work.spec.backward(), FAMILY.find(PLAIN), toolchain())
+    source = render(work.spec.backward(), FAMILY.find(config), toolchain())
     text, changes = re.subn(pattern, wrong, source.text)
     assert changes
     dout, _ = given(inputs)
