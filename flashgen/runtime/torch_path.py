@@ -294,6 +294,10 @@ def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # drop the result, which drops the gradient too.
         seen = keep.any(-1, keepdim=True)
         keep = keep | ~seen
+    elif q.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Torch's flash attention of CPUs says 0 of a row of NaN scores, but for a mask that is a tensor.
+        keep = visible(call, slice(0, q_len)) if is_causal else q.new_ones((1, 1), dtype=torch.bool)
+        keep, is_causal = keep.expand(*keep.shape[:-2], q_len, k_len), False
     # On CUDA only the flash backend takes fewer key heads than heads; the others would write out all scores.
     grouped = keep is None and q.dtype != torch.float32 and q.shape[3] == v.shape[3] and not _flash_is_ours()
     enable_gqa = False
