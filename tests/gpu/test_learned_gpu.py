@@ -161,10 +161,13 @@ def test_c22_captured_in_a_cuda_graph() -> None:
         found = torch.autograd.grad(flashgen.attention(*tensors, score_mod=composed), wanted, dout)
     with torch.no_grad():
         for each in wanted:
-            each.copy_(torch.randn_like(each))
+            # Slopes as before, from 0 on: where far keys weigh most, what is lost of a row's delta counts as
+            # often as they are far, and a slope's gradient is off by 5 to 100 % in eager calls too.
+            each.copy_((torch.rand_like if each.shape == (HEADS,) else torch.randn_like)(each))
     graph.replay()
     lse_too = (dout, torch.zeros(2, HEADS, Q_LEN, device=DEVICE))
     close(found, exact(tensors, composed, lse_too, masks.full()), limit=2e-2)
+    close(found, torch.autograd.grad(flashgen.attention(*tensors, score_mod=composed), wanted, dout), 1e-6)
 
 
 def test_what_distances_learn_takes_no_quadratic_memory() -> None:
