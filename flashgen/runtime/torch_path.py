@@ -283,21 +283,21 @@ def _says_the_same(call: Call) -> bool:
 
 def _by_sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q_len, k_len, rule = q.shape[2], k.shape[2], call.mask.rule.text
+    # Torch's flash attention of CPUs says 0 of a row of NaN scores, but where its mask is a tensor.
+    in_words = q.device.type != "cpu" or torch.compiler.is_compiling()
     # Written so that comparisons of traced sizes decide branches and never become arguments.
     is_causal = False
-    if rule in (_CAUSAL, _CAUSAL_TOP_LEFT) and q_len == k_len:
+    if in_words and rule in (_CAUSAL, _CAUSAL_TOP_LEFT) and q_len == k_len:
         is_causal = True
     keep = seen = None
-    if not is_causal and rule != _FULL and not (rule == _CAUSAL and q_len == 1):
+    if rule == _FULL or (rule == _CAUSAL and q_len == 1):
+        keep = None if in_words else q.new_ones((1, 1), dtype=torch.bool).expand(q_len, k_len)
+    elif not is_causal:
         keep = visible(call, slice(0, q_len))
         # What torch does with a row that sees nothing differs between its backends: show it all keys, and
         # drop the result, which drops the gradient too.
         seen = keep.any(-1, keepdim=True)
         keep = keep | ~seen
-    elif q.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Torch's flash attention of CPUs says 0 of a row of NaN scores, but for a mask that is a tensor.
-        keep = visible(call, slice(0, q_len)) if is_causal else q.new_ones((1, 1), dtype=torch.bool)
-        keep, is_causal = keep.expand(*keep.shape[:-2], q_len, k_len), False
     # On CUDA only the flash backend takes fewer key heads than heads; the others would write out all scores.
     grouped = keep is None and q.dtype != torch.float32 and q.shape[3] == v.shape[3] and not _flash_is_ours()
     enable_gqa = False

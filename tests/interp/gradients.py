@@ -16,6 +16,7 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import render
 from flashgen.measure.check import FACTOR, reference
 from flashgen.measure.check_gradients import gradients_of
+from flashgen.spec import score_mods
 from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 
 FAMILY = FAMILIES["attention_bwd"]
@@ -59,6 +60,24 @@ def run(
     interpret(render(spec, FAMILY.find(config), toolchain(interpret=True)), facts, env)
     dq, dk, dv = (inputs.bhsd(each) for each in made)
     return dq, dk, dv
+
+
+HALVED_AND_BIASED = score_mods.compose([score_mods.scale(0.5), score_mods.bias("hqk", "fp32")])
+"""A bias, after a rule whose slope is not 1."""
+
+
+def with_minus_infinity(inputs: Inputs) -> Inputs:
+    """Of a call with that rule: a bias that is -inf in a single pair, a row and a column."""
+    mod = inputs.score_mod
+    bias = torch.randn(mod.tensors[0].shape, generator=torch.Generator().manual_seed(1))
+    bias[..., 3, 5] = bias[..., 11, :] = bias[..., :, 20] = -math.inf
+    return replace(inputs, score_mod=replace(mod, tensors=(bias,)))
+
+
+def assert_no_weight_at_minus_infinity(found: Gradients) -> None:
+    """Neither that row nor that key has gradients."""
+    dq, dk, dv = found
+    assert not dq[:, :, 11].any() and not dk[:, :, 20].any() and not dv[:, :, 20].any()
 
 
 def learned_by(inputs: Inputs, work: Workload) -> Learned:

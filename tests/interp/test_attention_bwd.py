@@ -8,7 +8,17 @@ from random import Random
 
 import pytest
 import torch
-from gradients import check, errors, exact, given, judge, run
+from gradients import (
+    HALVED_AND_BIASED,
+    assert_no_weight_at_minus_infinity,
+    check,
+    errors,
+    exact,
+    given,
+    judge,
+    run,
+    with_minus_infinity,
+)
 from test_attention_fwd import COMBINED, DIMS, TABLE_MASKS, random_mask, workload
 
 from flashgen.build.inputs import make_inputs
@@ -117,17 +127,12 @@ def test_rows_without_a_key_have_and_give_no_gradient() -> None:
 
 
 def test_a_bias_of_minus_infinity_is_no_weight() -> None:
-    """In single pairs, a row and a column; after it, a rule whose slope is not 1."""
-    mod = score_mods.compose([score_mods.scale(0.5), score_mods.bias("hqk", "fp32")])
-    work = workload(mask=masks.full(), score_mod=mod, q_len=40, k_len=70)
-    inputs = make_inputs(work, "cpu")
-    bias = torch.randn(inputs.score_mod.tensors[0].shape)
-    bias[..., 3, 5] = bias[..., 11, :] = bias[..., :, 20] = -math.inf
-    inputs = replace(inputs, score_mod=ScoreMod(mod.rule, mod.values, (bias,)))
+    work = workload(mask=masks.full(), score_mod=HALVED_AND_BIASED, q_len=40, k_len=70)
+    inputs = with_minus_infinity(make_inputs(work, "cpu"))
     dout, dlse = given(inputs, with_lse=True)
     found = run(inputs, work.spec, f"{SMALL}_pointer_heads", dout=dout, dlse=dlse)
     assert max(errors(found, exact(inputs, dout, dlse))) < 1e-5
-    assert not found[0][:, :, 11].any() and not found[1][:, :, 20].any() and not found[2][:, :, 20].any()
+    assert_no_weight_at_minus_infinity(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

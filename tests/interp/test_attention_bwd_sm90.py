@@ -11,7 +11,16 @@ from random import Random
 import gluon
 import pytest
 import torch
-from gradients import FLOOR, Gradients, errors, exact, given
+from gradients import (
+    FLOOR,
+    HALVED_AND_BIASED,
+    Gradients,
+    assert_no_weight_at_minus_infinity,
+    errors,
+    exact,
+    given,
+    with_minus_infinity,
+)
 from test_attention_fwd import COMBINED, TABLE_MASKS, random_mask, workload
 
 from flashgen.build.compile import toolchain
@@ -176,18 +185,13 @@ def test_a_row_that_sees_no_key_has_no_gradient(dim: int, config: str) -> None:
 
 @pytest.mark.parametrize("dim", [16, 128])
 def test_a_bias_of_minus_infinity_is_no_weight(dim: int) -> None:
-    """In single pairs, a row and a column; after it, a rule whose slope is not 1."""
-    mod = score_mods.compose([score_mods.scale(0.5), score_mods.bias("hqk", "fp32")])
-    work = workload(dim, dtype="bf16", mask=masks.full(), score_mod=mod, q_len=70, k_len=140)
-    inputs = make_inputs(work, "cpu")
-    bias = torch.randn(inputs.score_mod.tensors[0].shape, generator=torch.Generator().manual_seed(1))
-    bias[..., 3, 5] = bias[..., 11, :] = bias[..., :, 20] = -math.inf
-    inputs = replace(inputs, score_mod=ScoreMod(mod.rule, mod.values, (bias,)))
+    work = workload(dim, dtype="bf16", mask=masks.full(), score_mod=HALVED_AND_BIASED, q_len=70, k_len=140)
+    inputs = with_minus_infinity(make_inputs(work, "cpu"))
     dout, dlse = given(inputs, with_lse=True)
     source = render(work.spec.backward(lse=True), FAMILY.find(PLAIN), toolchain())
     found = run(inputs, source, dout, dlse)
     assert max(errors(found, exact(inputs, dout, dlse))) < 1e-2
-    assert not found[0][:, :, 11].any() and not found[1][:, :, 20].any() and not found[2][:, :, 20].any()
+    assert_no_weight_at_minus_infinity(found)
 
 
 @BOTH
