@@ -31,8 +31,27 @@ _OF_ROWS = ("row_lse", "delta")
 _ROW_BUFFERS = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _OF_ROWS)
 """What is prepared of each row: its LSE in log2 units, and the mean of the gradients of its scores."""
 
+FUSED = "fused"
+"""`form` where one kernel computes all gradients: tiles of keys add to sums of dq, which have no order."""
+_DQ_SUMS = Arg("DQ_SUMS", "scratch.dq_sums", "*fp32")
+
+
+def is_fused(config: Config) -> bool:
+    """Whether dq is summed by the kernel of dk and dv."""
+    return config["form"] == FUSED
+
 
 def _tiling(config: Config) -> Tiling:
+    walked = _walked(config)
+    if not is_fused(config):
+        return walked
+    return replace(
+        walked, block_m=walked.block_n, block_n=walked.block_m, by_keys=True, repeats=False
+    )
+
+
+def _walked(config: Config) -> Tiling:
+    """A tile of block_m positions that walks blocks of block_n, whichever of them are rows."""
     return Tiling(
         block_m=config.number("block_m"),
         block_n=config.number("block_n"),
@@ -66,11 +85,16 @@ def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
     """
     if spec.packed and spec.learned:
         return "sums what a score rule learns in dense calls alone, and these sequences are packed"
+    if spec.learned and is_fused(config):
+        return "has no tiles of rows, which sum what a score rule learns; take form=split"
     tile, block, warps = (config.number(n) for n in ("block_m", "block_n", "num_warps"))
     if 100 <= target.arch < 120 or spec.dtype == "fp32":
         return ""  # sums are not in registers there; nothing is known of how FMA units are fed
     dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
-    needed = tile * (dims + 2 * block) / (32 * warps)
+    of_a_block = 2 * tile * block
+    if is_fused(config):  # weights are spent when the block's part of dq is computed
+        of_a_block = max(of_a_block, block * max(spec.qk_chunks))
+    needed = (tile * dims + of_a_block) / (32 * warps)
     if target.arch != 90:
         needed += tile * dims * spec.itemsize / 4 / (32 * min(warps, tile // 16))
     if needed <= MOST_REGISTERS:
@@ -145,8 +169,21 @@ def _rest(config: Config, spec: AttentionSpec, axis: str) -> list[tuple[Arg, ...
     ]
 
 
+def _of_keys(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
+    """Arguments of the kernel of the gradients of k and v, and where it is fused that of q."""
+    tile, block = config.number("block_m"), config.number("block_n")
+    return (
+        *_inputs(config, spec, block, tile),
+        *([(_DQ_SUMS,)] if is_fused(config) else []),
+        *(tensor_arguments(each, spec.dtype, spec.packed) for each in ("DK", "DV")),
+        *_rest(config, spec, "q"),
+    )
+
+
 def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
-    """Of the kernel of q's gradient."""
+    """Of the kernel of q's gradient, or of all."""
+    if is_fused(config):
+        return _of_keys(config, spec)
     tile, block = config.number("block_m"), config.number("block_n")
     dq = tensor_arguments("DQ", spec.dtype, spec.packed)
     return (*_inputs(config, spec, tile, block), dq, *_rest(config, spec, "k"))
@@ -165,59 +202,75 @@ def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Pa
     return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
 
 
+def leave_part(spec: AttentionSpec, sums: tuple[Arg, ...], rows: int) -> Part:
+    """What makes q's gradient of these sums, of so many rows at once."""
+    sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32"))
+    return Part(
+        "leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows)
+    )
+
+
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     """What is prepared of the rows, then the gradients of k and v, and of sinks; the main kernel computes
-    that of q."""
+    that of q. Fused, it computes all but those of sinks, and q's leaves its sums last."""
     from flashgen.codegen import lists
 
-    tiling = _tiling(config)
-    of_keys = (
-        *_inputs(config, spec, tiling.block_n, tiling.block_m),
-        *(tensor_arguments(each, spec.dtype, spec.packed) for each in ("DK", "DV")),
-        *_rest(config, spec, "q"),
-    )
+    walked, fused = _walked(config), is_fused(config)
     of_sinks = (
         _ROW_BUFFERS,
         *sink_arguments(spec.sinks),
         (Arg("DSINKS", "dsinks", "*fp32"),),
         (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
     )
-    return (
-        prepare_part(spec, _ROW_BUFFERS, ROWS_AT_ONCE),
+    before = (
+        prepare_part(spec, (*_ROW_BUFFERS, *([_DQ_SUMS] if fused else [])), ROWS_AT_ONCE),
         *([Part("gradients_of_sinks", True, of_sinks, Grid("heads", 1), num_warps=8)] if spec.sinks else []),
-        *lists.parts(spec, tiling, "k"),
-        *lists.parts(spec, tiling, "q"),
+    )
+    if fused:
+        return (*before, *lists.parts(spec, walked, "q"), leave_part(spec, (_DQ_SUMS,), ROWS_AT_ONCE))
+    return (
+        *before,
+        *lists.parts(spec, walked, "k"),
+        *lists.parts(spec, walked, "q"),
         Part(
             "gradients_of_keys",
             True,
-            of_keys,
-            Grid("packed_key_tiles" if spec.packed else "key_tiles", tiling.block_m),
-            tiling.num_warps,
-            tiling.num_stages,
+            _of_keys(config, spec),
+            Grid("packed_key_tiles" if spec.packed else "key_tiles", walked.block_m),
+            walked.num_warps,
+            walked.num_stages,
         ),
     )
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
-    """What is prepared of rows, (batch, head, row, 1) in float32, and the lists of a mask that needs them."""
+    """What is prepared of rows, (batch, head, row, 1) in float32, the sums of dq, (batch, head, row, dims of
+    all chunks), and the lists of a mask that needs them."""
     from flashgen.codegen import lists
 
-    of_rows = (Extent("batch"), Extent("heads"), Extent("q_len"), Extent())
-    tiling = _tiling(config)
+    of_rows = (Extent("batch"), Extent("heads"), Extent("q_len"))
+    sums = Scratch("dq_sums", "fp32", (*of_rows, Extent(times=sum(spec.qk_chunks))))
+    walked, fused = _walked(config), is_fused(config)
     return (
-        *(Scratch(name, "fp32", of_rows) for name in _OF_ROWS),
-        *lists.scratch(spec, tiling, "k"),
-        *lists.scratch(spec, tiling, "q"),
+        *(Scratch(name, "fp32", (*of_rows, Extent())) for name in _OF_ROWS),
+        *((sums,) if fused else lists.scratch(spec, walked, "k")),
+        *lists.scratch(spec, walked, "q"),
     )
 
 
-def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
-    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients."""
+def gradient_values(spec: AttentionSpec, both_ends: bool = False) -> dict[str, Any]:
+    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients.
+
+    Args:
+        both_ends: whether the mask along rows drops keys that do not exist, too.
+    """
     from flashgen.codegen import lists
     from flashgen.codegen.expressions import render_mask, render_score
 
     return {
-        "mask_by_keys": render_mask(spec.mask, may_list=lists.used(spec, "q"), along="q", apart=True),
+        "mask_by_keys": render_mask(
+            spec.mask, may_list=lists.used(spec, "q"), along="q", apart=True, both_ends=both_ends
+        ),
         "score_by_keys": render_score(spec, along="q"),
         "out_read_chunks": [
             replace(each, name=f"out{each.suffix}") for each in chunks(spec, "OUT")
@@ -230,7 +283,11 @@ def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
-    return gradient_values(spec) | {"rows_at_once": ROWS_AT_ONCE, "rows_of_a_sink": ROWS_OF_A_SINK}
+    return gradient_values(spec, both_ends=is_fused(config)) | {
+        "fused": is_fused(config),
+        "rows_at_once": ROWS_AT_ONCE,
+        "rows_of_a_sink": ROWS_OF_A_SINK,
+    }
 
 
 ATTENTION_BWD = Family(
@@ -245,6 +302,7 @@ ATTENTION_BWD = Family(
         ("loads", ("tma", "pointer")),
         ("order", ("heads", "rows")),
     ),
+    options=(("form", ("split", FUSED)),),
     archs=(80, 999),
     dtypes=("fp16", "bf16", "fp32"),
     tiling=_tiling,

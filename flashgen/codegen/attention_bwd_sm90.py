@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
-from flashgen.codegen.attention_bwd import gradient_values, prepare_part
+from flashgen.codegen.abi import Arg, Extent, Part, Scratch
+from flashgen.codegen.attention_bwd import gradient_values, leave_part, prepare_part
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.family import Family, Shared, Tiling, listed
@@ -84,6 +84,7 @@ def _tiling(config: Config) -> Tiling:
         descriptors=True,
         warps=4 * (CONSUMERS + (2 if _exchanged(config) else 1)),
         by_keys=True,
+        repeats=False,
     )
 
 
@@ -231,15 +232,7 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     """What is prepared of the rows, before; and after, dq from its sums."""
     sums = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _sums(spec))
     stats = Arg("ROW_STATS", "scratch.row_stats", "*fp32")
-    leave = (
-        sums,
-        tensor_arguments("DQ", spec.dtype),
-        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32")),
-    )
-    return (
-        prepare_part(spec, (stats, *sums), ROWS),
-        Part("leave_dq", False, leave, Grid("row_tiles", ROWS)),
-    )
+    return (prepare_part(spec, (stats, *sums), ROWS), leave_part(spec, sums, ROWS))
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
@@ -286,5 +279,4 @@ ATTENTION_BWD_SM90 = Family(
     signature=_signature,
     parts=_parts,
     scratch=_scratch,
-    repeats=False,
 )

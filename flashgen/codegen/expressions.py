@@ -510,12 +510,15 @@ class RenderedShare:
 _OTHER = {"k": "q", "q": "k"}
 
 
-def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool = False) -> RenderedMask:
+def render_mask(
+    rule: Rule, may_list: bool = True, along: str = "k", apart: bool = False, both_ends: bool = False
+) -> RenderedMask:
     """Element mask of a rule, and its key ranges or, where it may have them and needs them, its lists.
 
     Args:
         along: what a tile walks: `k`, or `q` for ranges or lists of queries.
         apart: whether what is read of each block has lines of its own even where nothing is listed.
+        both_ends: whether what lies past the tile's own end is dropped, too, with `along` `q`.
     """
     lists = tiles.lists(rule, along) if may_list else None
     found = tiles.ranges(rule, along) if lists is None else ()
@@ -524,7 +527,8 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
     apart = apart or lists is not None
     early = ("q", "k", "pair") if apart else (across,)
     text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
-    keep, limits = _kept(rule, along, text, terms)
+    ends = frozenset({"q", "k"}) if both_ends else frozenset({along})
+    keep, limits = _kept(rule, along, ends, text, terms)
 
     def lines_of(side: str) -> tuple[str, ...]:
         return tuple(
@@ -552,13 +556,14 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
 
 
 def _kept(
-    rule: Rule, along: str, text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
+    rule: Rule, along: str, ends: frozenset[str], text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
 ) -> tuple[str, tuple[str, ...]]:
-    """A mask's condition on a pair, and the lines before it that say of each row which keys it sees.
+    """A mask's condition on a pair, that of some sides' ends included, and the lines before it that say of
+    each row which keys it sees.
 
     A mask of one comparison is left as it reads.
     """
-    there = _IN_BOUNDS[frozenset({along})]
+    there = _IN_BOUNDS[ends]
     if ex.constant(rule.expr) is True:
         return there, ()
     plain = f"({text(ex.substitute(rule.expr, terms))}) & ({there})"

@@ -77,6 +77,8 @@ class Tiling:
     """Programs that share a tile, each with a part of its keys."""
     by_keys: bool = False
     """Whether a tile is block_n keys of a key head, and walks blocks of block_m rows."""
+    repeats: bool = True
+    """Whether two runs on one input give the same bits; sums that programs add to have no order."""
 
     @property
     def grid(self) -> Grid:
@@ -98,9 +100,11 @@ class Tiling:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of a call, before their keys are split."""
-        if self.by_keys:
-            return self.grid.blocks(workload.batch, workload.kv_heads, workload.k_len, multiprocessors=1)
         packed = workload.spec.packed
+        if self.by_keys:
+            keys = workload.total_k if packed else workload.k_len
+            of_keys = self.grid_of(workload.spec)
+            return of_keys.blocks(workload.batch, workload.kv_heads, keys, multiprocessors=1)
         whole = Grid("packed_row_tiles" if packed else "row_tiles", self.block_m, self.pack)
         rows = workload.total_q if packed else workload.q_len
         return whole.blocks(workload.batch, workload.heads, rows, multiprocessors=1)
@@ -146,8 +150,6 @@ class Family:
     """The main kernel's arguments, grouped by line, where they are not those of `fwd`."""
     parts: Callable[[Config, AttentionSpec], tuple[Part, ...]] = lambda config, spec: ()
     """The other kernels of a rendered file, in the order they run."""
-    repeats: bool = True
-    """Whether two runs on one input give the same bits; sums that programs add to have no order."""
     scratch: Callable[[Config, AttentionSpec], tuple[Scratch, ...]] = lambda config, spec: ()
     """Buffers of a call that the file's kernels share."""
 
@@ -186,8 +188,12 @@ class Family:
             for each, _ in self.tunables
             if SHORT_NAMES[each]
         )
-        numbers += "".join(rf"(?:{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}}))?" for each, _ in self.options)
         words = "".join(rf"_(?P<{each}>[a-z]+)" for each, _ in self.tunables if not SHORT_NAMES[each])
+        for each, _ in self.options:
+            if SHORT_NAMES[each]:
+                numbers += rf"(?:{SHORT_NAMES[each]}(?P<{each}>[1-9]\d{{0,8}}))?"
+            else:
+                words += rf"(?:_(?P<{each}>[a-z]+))?"
         read = re.fullmatch(numbers + words, name)
         if read is None:
             example = self.all_configs()[0].name
@@ -204,8 +210,8 @@ class Family:
         return found
 
     def all_configs(self) -> tuple[Config, ...]:
-        """The whole space but for the options, whatever fits."""
-        return _all_configs(self.name, self.tunables)
+        """The whole space, whatever fits, but for split keys: how many parts pay is for a call's sizes."""
+        return _all_configs(self)
 
     def supports(self, spec: AttentionSpec, target: Target) -> str:
         """Why the family cannot serve a spec on a target at all."""
@@ -250,16 +256,21 @@ class Family:
         return ""
 
     def admission(self, config: Config) -> str:
-        """Which calls a config can serve: `tma`, `tma_pack4` (its heads in groups of 4), or `any`."""
+        """Which calls a config can serve: `tma`, `tma_pack4` (its heads in groups of 4), or `any`; of each
+        `tma_unordered` serves those alone that need not be deterministic."""
         tiling = self.tiling(config)
         packed = f"_pack{tiling.pack}" if tiling.pack > 1 else ""
-        return f"tma{packed}" if tiling.descriptors else "any"
+        unordered = "" if tiling.repeats else "_unordered"
+        return (f"tma{packed}" if tiling.descriptors else "any") + unordered
 
-    def admits(self, config: Config, facts: CallFacts, heads_per_kv: int = 1) -> str:
+    def admits(
+        self, config: Config, facts: CallFacts, heads_per_kv: int = 1, deterministic: bool = False
+    ) -> str:
         """Why a call of this kind cannot be served by a config.
 
         Args:
             heads_per_kv: query heads of each key head.
+            deterministic: whether the result has to have the same bits in every run.
         """
         tiling = self.tiling(config)
         if tiling.descriptors and not facts.tma:
@@ -269,6 +280,8 @@ class Family:
                 f"packs {tiling.pack} heads of a key head into a tile, of which there are {heads_per_kv}; "
                 "pack must divide these"
             )
+        if deterministic and not tiling.repeats:
+            return "adds to a gradient in any order, and deterministic gradients are asked for"
         return ""
 
     def refuses(
@@ -421,9 +434,12 @@ class Family:
 
 
 @lru_cache(maxsize=64)
-def _all_configs(family: str, tunables: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Config, ...]:
-    names = [name for name, _ in tunables]
-    return tuple(
-        Config(family, tuple(zip(names, values, strict=True)))
-        for values in itertools.product(*(allowed for _, allowed in tunables))
-    )
+def _all_configs(family: Family) -> tuple[Config, ...]:
+    options = [(name, allowed) for name, allowed in family.options if name != "splits"]
+    found = []
+    for chosen in itertools.product(*(allowed for _, allowed in options)):
+        written = [pair for pair in zip(dict(options), chosen, strict=True) if OPTIONAL[pair[0]] != pair[1]]
+        for values in itertools.product(*(allowed for _, allowed in family.tunables)):
+            named = zip(dict(family.tunables), values, strict=True)
+            found.append(Config(family.name, (*named, *written)))
+    return tuple(found)

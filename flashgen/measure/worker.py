@@ -291,7 +291,7 @@ class Executor:
         error = None if math.isnan(verdict.max_error) else verdict.max_error
         if not verdict.ok:
             return Measurement(Status.WRONG, max_error=error, reason=verdict.reason)
-        if not same and find_family(trial.config.family).repeats:
+        if not same and find_family(trial.config.family).tiling(trial.config).repeats:
             reason = "two runs on the same inputs gave different bits"
             return Measurement(Status.UNSTABLE, max_error=error, reason=reason)
         buffers = rig.buffers()

@@ -601,7 +601,7 @@ class Dispatcher:
         for known, kernel in list(self._kernels.items()):
             _, config, *_ = known
             served = known[:-1] == request.kernel_key(config) and known not in self._refused
-            if served and not request.refuses(find_family(config.family)):
+            if served and not request.refuses(find_family(config.family), config):
                 self._tell(
                     f"a CUDA graph is being captured and {request.workload.name} of [{spec.key}] is new: it "
                     f"gets {config.name}, which is loaded; call flashgen.warmup or run the model once before"

@@ -46,11 +46,9 @@ class Request:
         """What identifies a loaded kernel: spec, config, facts, device."""
         return (self.workload.spec, config, self.facts, self.device)
 
-    def refuses(self, family: Family) -> str:
-        """Why kernels of a family are not to serve it, whether or not they can."""
-        if family.repeats or not self.deterministic:
-            return ""
-        return f"{family.name} adds to a gradient in any order, and deterministic gradients are asked for"
+    def refuses(self, family: Family, config: Config) -> str:
+        """Why a config's kernel cannot serve a call of this kind."""
+        return family.admits(config, self.facts, self.workload.heads_per_kv, self.deterministic)
 
 
 Loader = Callable[[Request, Config], Launchable]
@@ -183,9 +181,8 @@ class Policy:
             family = FAMILIES[config.family]
             reason = (
                 family.supports(spec, request.target)
-                or request.refuses(family)
                 or family.fits(config, spec, request.target)
-                or family.admits(config, request.facts, workload.heads_per_kv)
+                or request.refuses(family, config)
                 or family.crowds(config, workload, request.target)
                 or (family.idles(config, workload, request.target, request.facts) if candidate.near else "")
                 or family.outgrows(workload)

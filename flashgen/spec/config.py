@@ -28,9 +28,10 @@ SHORT_NAMES = {
     "schedule": "",
     "operands": "",
     "splits": "k",
+    "form": "",
 }
 
-OPTIONAL: dict[str, Value] = {"splits": 1}
+OPTIONAL: dict[str, Value] = {"splits": 1, "form": "split"}
 """Tunables that a config leaves out where they have this value: what was named, recorded and rendered before
 one existed stays as it was."""
 

@@ -67,7 +67,7 @@ def test_packed_sequences_count_within_their_own() -> None:
         assert judged.ok, judged.reason
 
 
-@pytest.mark.parametrize("config", [BACK, "m16n128w4s1_pointer_rows"])
+@pytest.mark.parametrize("config", [BACK, f"{BACK}_fused", "m16n128w4s1_pointer_rows"])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal(), COMBINED[0]], ids=str)
 def test_gradients(mask: Mask, config: str) -> None:
     inputs, work = dropping(mask=mask)
@@ -85,7 +85,7 @@ def test_gradients_along_lists() -> None:
     gradients.judge(inputs, work.spec, BACK, with_lse=True)
 
 
-@pytest.mark.parametrize("config", [BACK, "m16n32w4s1_pointer_rows"])
+@pytest.mark.parametrize("config", [BACK, f"{BACK}_fused", "m16n32w4s1_pointer_rows"])
 def test_gradients_of_packed_sequences_and_their_sinks(config: str) -> None:
     """A sink's own weight is never dropped."""
     spec = AttentionSpec(16, 16, "fp32", masks.causal().rule, addressing="varlen", dropout=True)

@@ -151,7 +151,12 @@ def test_kernels_walk_them(name: str, config: str, facts: CallFacts) -> None:
 
 
 @pytest.mark.parametrize(
-    "config,facts", [("m32n32w4s1_tma_heads", ALIGNED), ("m64n32w4s1_pointer_rows", STRIDED)]
+    "config,facts",
+    [
+        ("m32n32w4s1_tma_heads", ALIGNED),
+        ("m64n32w4s1_pointer_rows", STRIDED),
+        ("m64n32w4s1_tma_heads_fused", ALIGNED),
+    ],
 )
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_of_gradients_walk_them(name: str, config: str, facts: CallFacts) -> None:
