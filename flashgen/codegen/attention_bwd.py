@@ -45,9 +45,7 @@ def _tiling(config: Config) -> Tiling:
     walked = _walked(config)
     if not is_fused(config):
         return walked
-    return replace(
-        walked, block_m=walked.block_n, block_n=walked.block_m, by_keys=True, repeats=False
-    )
+    return replace(walked, block_m=walked.block_n, block_n=walked.block_m, by_keys=True, repeats=False)
 
 
 def _walked(config: Config) -> Tiling:
@@ -205,9 +203,7 @@ def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Pa
 def leave_part(spec: AttentionSpec, sums: tuple[Arg, ...], rows: int) -> Part:
     """What makes q's gradient of these sums, of so many rows at once."""
     sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32"))
-    return Part(
-        "leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows)
-    )
+    return Part("leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows))
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:

@@ -25,9 +25,13 @@ ROWS = 64
 EXCHANGED = "exchanged"
 """`operands` where one consumer sums dv, the other dk, of the same keys, and a third warpgroup computes dq:
 what one of them computes for the others passes through shared memory."""
+THIRD = "third"
+"""`dq_by` where a warpgroup of its own computes what a block adds to dq, as it does where consumers exchange."""
 TILE_REGISTERS = 216
 """Of a consumer's thread, which setmaxnreg gives 240 where producer and adder have 24: with 208 of tiles
 nothing spills in a loop, with 224 it does."""
+BESIDE_THIRD = 176
+"""Such registers where a third warpgroup leaves consumers 208: 176 of tiles spill up to five, 192 spill 55."""
 MOST_HEAD_DIM = 128
 """Of which a consumer computes what its keys add to dq, beside its sums of dk and dv."""
 MOST_SUMS = 128
@@ -75,6 +79,11 @@ def _exchanged(config: Config) -> bool:
     return config["operands"] == EXCHANGED
 
 
+def _has_third(config: Config) -> bool:
+    """Whether a warpgroup that sums nothing computes what a block adds to dq."""
+    return _exchanged(config) or config["dq_by"] == THIRD
+
+
 def _tiling(config: Config) -> Tiling:
     return Tiling(
         block_m=ROWS,
@@ -82,7 +91,7 @@ def _tiling(config: Config) -> Tiling:
         num_warps=4,
         num_stages=config.number("num_stages"),
         descriptors=True,
-        warps=4 * (CONSUMERS + (2 if _exchanged(config) else 1)),
+        warps=4 * (CONSUMERS + (2 if _has_third(config) else 1)),
         by_keys=True,
         repeats=False,
     )
@@ -93,7 +102,7 @@ def halves(config: Config, spec: AttentionSpec) -> bool:
 
     At head_dim 128 a thread has no registers for the whole beside its sums of dk and dv.
     """
-    return spec.qk_chunks == (128,) and not _exchanged(config)
+    return spec.qk_chunks == (128,) and not _has_third(config)
 
 
 def registers_needed(config: Config, spec: AttentionSpec) -> int:
@@ -119,6 +128,8 @@ def _leaves(spec: AttentionSpec) -> str:
 
 
 def _limits(config: Config, spec: AttentionSpec, target: Target) -> str:
+    if _exchanged(config) and config["dq_by"] == THIRD:
+        return "exchanges, for which a third warpgroup computes dq as it is; take dq_by=consumers"
     if _exchanged(config) and _serves_alone(spec, target):
         return "exchanges what each consumer can compute alone, of tiles of half as many keys"
     return _too_much(config, spec)
@@ -134,10 +145,10 @@ def _too_much(config: Config, spec: AttentionSpec) -> str:
     """For the registers of a consumer's thread."""
     if spec.head_dim > MOST_HEAD_DIM and not _exchanged(config):
         return f"computes dq of head_dim up to {MOST_HEAD_DIM} beside dk and dv, not {spec.head_dim}"
-    if (needed := registers_needed(config, spec)) > TILE_REGISTERS:
+    there = BESIDE_THIRD if config["dq_by"] == THIRD else TILE_REGISTERS
+    if (needed := registers_needed(config, spec)) > there:
         return (
-            f"holds {needed} registers of tiles in each of a consumer's threads, which has {TILE_REGISTERS} "
-            "for them"
+            f"holds {needed} registers of tiles in each of a consumer's threads, which has {there} for them"
         )
     return ""
 
@@ -153,23 +164,23 @@ def _tiles_bytes(config: Config, spec: AttentionSpec) -> int:
 
 def _dq_columns(config: Config, spec: AttentionSpec) -> dict[str, int]:
     """Columns of dq that leave at once, of each chunk, by its suffix."""
-    most = DQ_COLUMNS if _exchanged(config) or halves(config, spec) else MOST_HEAD_DIM
+    most = DQ_COLUMNS if _has_third(config) or halves(config, spec) else MOST_HEAD_DIM
     return {each.suffix: min(each.size, most) for each in chunks(spec, "DQ")}
 
 
 def dq_slots(config: Config, spec: AttentionSpec) -> int:
-    """How many parts of dq may be on their way out: of each consumer one, or where these exchange, two if
-    there is room."""
-    if not _exchanged(config):
+    """How many parts of dq may be on their way out: of each consumer one, or of a third warpgroup two, if there
+    is room."""
+    if not _has_third(config):
         return CONSUMERS
     two = 2 * _dq_bytes(config, spec) + _tiles_bytes(config, spec) + _BARRIER_BYTES
     return 2 if two <= _SHARED else 1
 
 
 def _dq_bytes(config: Config, spec: AttentionSpec) -> int:
-    """Of such a part: all chunks in turn take one place where consumers exchange, else each its own."""
+    """Of such a part: all chunks of a third warpgroup's in turn take one place, else each its own."""
     columns = _dq_columns(config, spec).values()
-    return ROWS * (max(columns) if _exchanged(config) else sum(columns)) * 4
+    return ROWS * (max(columns) if _has_third(config) else sum(columns)) * 4
 
 
 def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared:
@@ -179,7 +190,8 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     held = max(spec.head_dim, spec.head_dim_v) <= 64 and not _takes_registers(spec)
-    return ((2, 4, "registers" if held else "shared"), (2, 4, "shared"), (2, 4, EXCHANGED))
+    best = (2, 4, "registers", THIRD) if held else (2, 4, "shared")
+    return (best, (2, 4, "shared"), (2, 4, EXCHANGED))
 
 
 def _takes_registers(spec: AttentionSpec) -> bool:
@@ -267,6 +279,7 @@ ATTENTION_BWD_SM90 = Family(
         ("group", (1, 4, 16)),
         ("operands", ("shared", "registers", EXCHANGED)),
     ),
+    options=(("dq_by", ("consumers", THIRD)),),
     archs=(90, 90),
     dtypes=("fp16", "bf16"),
     tiling=_tiling,

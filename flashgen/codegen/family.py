@@ -132,7 +132,8 @@ class Family:
     shared_bytes: Callable[[Config, AttentionSpec, Target], Shared]
     """Shared memory a block of the compiled kernel needs."""
     defaults: Callable[[AttentionSpec], tuple[tuple[Value, ...], ...]]
-    """Configs to fall back to for a spec, best first; the last ones fit everywhere."""
+    """Configs to fall back to for a spec, best first, as values of the tunables and, where they are not those of
+    `OPTIONAL`, of the options; the last ones fit everywhere."""
     dropout: bool = True
     """Whether its kernels can drop weights at random."""
     leaves: Callable[[AttentionSpec], str] = lambda spec: ""
@@ -421,8 +422,9 @@ class Family:
 
     def _default(self, spec: AttentionSpec, target: Target, facts: CallFacts, heads_per_kv: int) -> Config:
         reasons = []
+        names = [name for name, _ in (*self.tunables, *self.options)]
         for values in self.defaults(spec):
-            config = self.config(**dict(zip(dict(self.tunables), values, strict=True)))
+            config = self.config(**dict(zip(names, values, strict=False)))
             reason = self.refuses(config, spec, target, facts, heads_per_kv)
             most = self.shared_bytes(config, spec, target).most
             if not reason and most > target.shared_per_block:

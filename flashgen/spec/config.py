@@ -29,9 +29,10 @@ SHORT_NAMES = {
     "operands": "",
     "splits": "k",
     "form": "",
+    "dq_by": "",
 }
 
-OPTIONAL: dict[str, Value] = {"splits": 1, "form": "split"}
+OPTIONAL: dict[str, Value] = {"splits": 1, "form": "split", "dq_by": "consumers"}
 """Tunables that a config leaves out where they have this value: what was named, recorded and rendered before
 one existed stays as it was."""
 

@@ -222,6 +222,7 @@ SAMPLES = {
         "s2g1_exchanged",
     ),
     "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.full().rule), "s2g4_registers"),
+    "bwd_sm90_third": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.causal().rule), "s3g4_registers_third"),
     "bwd_sm90_chunks_union_alibi": bwd_sm90(
         AttentionSpec(
             96,

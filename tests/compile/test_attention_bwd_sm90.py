@@ -37,6 +37,9 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(128, 128, "fp16", WINDOW), "s2g1_shared"),
         (AttentionSpec(128, 128, "bf16", CAUSAL, score_mods.alibi().rule), ""),
         (AttentionSpec(64, 64, "bf16", FULL), ""),
+        (AttentionSpec(64, 64, "bf16", CAUSAL), "s3g4_registers_third"),
+        (AttentionSpec(64, 64, "bf16", FULL), "s3g4_registers"),
+        (AttentionSpec(96, 96, "bf16", CAUSAL), "s2g4_shared_third"),
         (AttentionSpec(64, 64, "fp16", CAUSAL), "s3g16_shared"),
         (AttentionSpec(64, 64, "bf16", WINDOW, SOFTCAP), ""),
         (AttentionSpec(64, 64, "bf16", UNION), ""),
@@ -63,14 +66,15 @@ def test_products_and_copies_are_asynchronous_and_loops_keep_their_registers(
     code = sass(artifact.cubin)
     for instruction in ("HGMMA.64x", "USETMAXREG", "UTMALDG.4D", "UTMASTG.4D", "UTMAREDG.4D.ADD", "SYNCS"):
         assert instruction in code, instruction
-    least_spilled = spec.head_dim <= 64 or (spec.head_dim > 128 and spec.score_mod is None)
-    assert spills_in_loops(code) <= (0 if least_spilled else SPILLS_LEFT_TO_THE_CLOCK)
+    name = config or FAMILY.default(spec.backward(), H200, ALIGNED).name
+    # Beside a third warpgroup consumers have 32 registers less: one more address comes from memory.
+    spilled = "third" in name or (64 < spec.head_dim <= 128) or (spec.head_dim > 128 and spec.score_mod)
+    assert spills_in_loops(code) <= (SPILLS_LEFT_TO_THE_CLOCK if spilled else 0)
     assert artifact.spill_bytes <= 96
-    config = config or FAMILY.default(spec.backward(), H200, ALIGNED).name
-    tiling = FAMILY.tiling(FAMILY.find(config))
+    tiling = FAMILY.tiling(FAMILY.find(name))
     assert (artifact.num_warps, artifact.abi.num_warps) == (tiling.warps, 4)
-    assert tiling.warps == (16 if "exchanged" in config else 12)
-    bound = FAMILY.shared_bytes(FAMILY.find(config), spec.backward(), H200)
+    assert tiling.warps == (16 if "exchanged" in name or "third" in name else 12)
+    bound = FAMILY.shared_bytes(FAMILY.find(name), spec.backward(), H200)
     assert bound.least <= artifact.shared_bytes <= bound.most
     (prepare,), (leave,) = artifact.before, artifact.after
     assert (prepare.name, leave.name) == ("prepare_rows", "leave_dq")

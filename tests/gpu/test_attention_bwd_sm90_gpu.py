@@ -42,6 +42,14 @@ def test_causal_and_full(length: int, mask: Mask, head_dim: int) -> None:
     right(workload(head_dim, mask=mask, sizes=(1, 2, 2, length, length)))
 
 
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
+@pytest.mark.parametrize("dims", [(64, 64), (16, 16), (72, 40), (96, 96), (40, 112)], ids=str)
+@pytest.mark.parametrize("by", ["", "_third"])
+def test_a_third_warpgroup_computes_dq(by: str, dims: tuple[int, int], mask: Mask) -> None:
+    operands = "registers" if sum(dims) <= 128 else "shared"
+    right(workload(*dims, mask=mask), f"s3g4_{operands}{by}")
+
+
 DIMS = ((16, 16), (64, 64), (72, 40), (96, 96), (128, 128), (128, 64), (64, 128))
 DIMS += ((256, 256), (192, 128), (160, 160), (248, 200), (256, 40), (128, 256))
 

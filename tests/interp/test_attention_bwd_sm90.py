@@ -37,6 +37,7 @@ from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
 
 FAMILY = FAMILIES["attention_bwd_sm90"]
 PLAIN, LOADED, EXCHANGED = "s2g4_shared", "s2g4_registers", "s2g4_exchanged"
+THIRD, SHARED_THIRD = "s3g4_registers_third", "s2g4_shared_third"
 
 
 def run(
@@ -69,7 +70,7 @@ def check(work: Workload, config: str = PLAIN, layout: str = "bhsd", with_lse: b
 LENGTHS = ((70, 200), (200, 70), (128, 128), (1, 1), (129, 65))
 
 
-@pytest.mark.parametrize("config", [PLAIN, LOADED])
+@pytest.mark.parametrize("config", [PLAIN, LOADED, THIRD])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.describe())
 def test_causal_and_full(mask: Mask, lengths: tuple[int, int], config: str) -> None:
@@ -84,6 +85,11 @@ DIMS = ((16, 16), (32, 64), (72, 40), (96, 96), (128, 128), (128, 64))
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), with_lse=True)
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (72, 40), (96, 96), (40, 112)], ids=str)
+def test_a_third_warpgroup_computes_all_chunks_of_dq(dims: tuple[int, int]) -> None:
+    check(workload(*dims, dtype="bf16", heads=1, q_len=150, k_len=140), SHARED_THIRD, with_lse=True)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -108,7 +114,8 @@ SERVED = [mask for mask in TABLE_MASKS + COMBINED if not listed(mask.rule, "q")]
 
 @pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
 def test_masks(mask: Mask) -> None:
-    check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200))
+    for config in (PLAIN, THIRD):
+        check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200), config)
 
 
 @pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
@@ -142,7 +149,7 @@ def test_score_rules(mod: ScoreMod, dim: int, config: str) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("heads,kv_heads,group", [(6, 6, 4), (6, 2, 1), (5, 1, 4)])
 def test_head_groups(heads: int, kv_heads: int, group: int, layout: str) -> None:
-    for dims, operands in (((16, 16), "shared"), ((192, 128), "exchanged")):
+    for dims, operands in (((16, 16), "shared"), ((16, 16), "registers_third"), ((192, 128), "exchanged")):
         work = workload(*dims, dtype="bf16", batch=2, heads=heads, kv_heads=kv_heads, q_len=140, k_len=140)
         check(work, f"s3g{group}_{operands}", layout)
 
@@ -165,7 +172,7 @@ def test_small_weights_are_exchanged_with_all_their_digits() -> None:
     assert lost <= 1.05 * allowed < 0.01, (lost, allowed)
 
 
-BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
+BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (32, THIRD), (160, EXCHANGED)])
 
 
 def gradients_of(mask: Mask, q_len: int, k_len: int, dim: int, config: str) -> Gradients:
@@ -218,6 +225,19 @@ MISTAKES = {
 }  # fmt: skip
 """What to replace by what in the rendered text, and which operation is slow where that is a race."""
 
+MISTAKES_BESIDE_A_THIRD = {
+    **{name: MISTAKES[name] for name in MISTAKES if "other half" not in name},
+    "gradients of scores are overwritten before they were multiplied": (
+        r" +mbarrier.wait\(ds_empty[^\n]+\n", "", "store of partition 2"
+    ),
+    "gradients of scores are multiplied before they are there": (
+        r"(def consumer_of_rows[^$]+?) +mbarrier.wait\(ds_full[^\n]+\n", r"\1", "store of partition 1"
+    ),
+    "keys are overwritten before they have made dq": (
+        r" +mbarrier.wait\(keys_read[^\n]+\n", "", "store of partition 2"
+    ),
+}  # fmt: skip
+
 MISTAKES_OF_AN_EXCHANGE = {
     "queries are given back before they are multiplied for the last time": (
         r"(\n +dk_0, dk_128, ds = warpgroup_mma_wait\(0[^\n]+)(\n +mbarrier.arrive\(q_empty[^\n]+)",
@@ -253,6 +273,7 @@ MISTAKES_OF_AN_EXCHANGE = {
     ("dim", "config", "mistake"),
     [
         *((dim, PLAIN, mistake) for dim in (64, 128) for mistake in MISTAKES),
+        *((64, THIRD, mistake) for mistake in MISTAKES_BESIDE_A_THIRD),
         *((256, EXCHANGED, mistake) for mistake in MISTAKES_OF_AN_EXCHANGE),
     ],
     ids=str,
@@ -260,7 +281,8 @@ MISTAKES_OF_AN_EXCHANGE = {
 def test_the_stand_in_sees_mistakes(
     dim: int, config: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern, wrong, slow = (MISTAKES if config == PLAIN else MISTAKES_OF_AN_EXCHANGE)[mistake]
+    of_config = {PLAIN: MISTAKES, THIRD: MISTAKES_BESIDE_A_THIRD, EXCHANGED: MISTAKES_OF_AN_EXCHANGE}
+    pattern, wrong, slow = of_config[config][mistake]
     monkeypatch.setattr(gluon, "PATIENCE_S", 2.0)
     monkeypatch.setattr(gluon, "SLOW", {slow: 0.1})
     work = workload(dim, dtype="bf16", mask=masks.full(), heads=1, q_len=300, k_len=140)
