@@ -26,12 +26,14 @@ EXCHANGED = "exchanged"
 """`operands` where one consumer sums dv, the other dk, of the same keys, and a third warpgroup computes dq:
 what one of them computes for the others passes through shared memory."""
 THIRD = "third"
-"""`dq_by` where a warpgroup of its own computes what a block adds to dq, as it does where consumers exchange."""
+"""`dq_by` where a warpgroup of its own computes what a block adds to dq, as one does where consumers
+exchange."""
 TILE_REGISTERS = 216
 """Of a consumer's thread, which setmaxnreg gives 240 where producer and adder have 24: with 208 of tiles
 nothing spills in a loop, with 224 it does."""
 BESIDE_THIRD = 176
-"""Such registers where a third warpgroup leaves consumers 208: 176 of tiles spill up to five, 192 spill 55."""
+"""The same where a third warpgroup leaves consumers 208: under a causal mask 176 of tiles spill up to five in a
+loop, 192 spill 55."""
 MOST_HEAD_DIM = 128
 """Of which a consumer computes what its keys add to dq, beside its sums of dk and dv."""
 MOST_SUMS = 128
@@ -169,8 +171,8 @@ def _dq_columns(config: Config, spec: AttentionSpec) -> dict[str, int]:
 
 
 def dq_slots(config: Config, spec: AttentionSpec) -> int:
-    """How many parts of dq may be on their way out: of each consumer one, or of a third warpgroup two, if there
-    is room."""
+    """How many parts of dq may be on their way out: of each consumer one, or of a third warpgroup two, if
+    there is room."""
     if not _has_third(config):
         return CONSUMERS
     two = 2 * _dq_bytes(config, spec) + _tiles_bytes(config, spec) + _BARRIER_BYTES
@@ -189,9 +191,11 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 
 
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
-    held = max(spec.head_dim, spec.head_dim_v) <= 64 and not _takes_registers(spec)
-    best = (2, 4, "registers", THIRD) if held else (2, 4, "shared")
-    return (best, (2, 4, "shared"), (2, 4, EXCHANGED))
+    most = max(spec.head_dim, spec.head_dim_v)
+    others = ((2, 4, "shared"), (2, 4, EXCHANGED))
+    if most > 80 or _takes_registers(spec):  # beside a third warpgroup unions of ranges spill at 96
+        return others
+    return ((2, 4, "registers" if most <= 64 else "shared", THIRD), *others)
 
 
 def _takes_registers(spec: AttentionSpec) -> bool:

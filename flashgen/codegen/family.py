@@ -132,8 +132,8 @@ class Family:
     shared_bytes: Callable[[Config, AttentionSpec, Target], Shared]
     """Shared memory a block of the compiled kernel needs."""
     defaults: Callable[[AttentionSpec], tuple[tuple[Value, ...], ...]]
-    """Configs to fall back to for a spec, best first, as values of the tunables and, where they are not those of
-    `OPTIONAL`, of the options; the last ones fit everywhere."""
+    """Configs to fall back to for a spec, best first, as values of the tunables and, where they are not those
+    of `OPTIONAL`, of the options; the last ones fit everywhere."""
     dropout: bool = True
     """Whether its kernels can drop weights at random."""
     leaves: Callable[[AttentionSpec], str] = lambda spec: ""

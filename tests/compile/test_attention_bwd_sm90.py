@@ -44,6 +44,7 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(64, 64, "bf16", WINDOW, SOFTCAP), ""),
         (AttentionSpec(64, 64, "bf16", UNION), ""),
         (AttentionSpec(64, 64, "bf16", PREFIX), ""),
+        (AttentionSpec(80, 80, "bf16", UNION), ""),
         (AttentionSpec(96, 80, "bf16", CAUSAL), ""),
         (AttentionSpec(16, 16, "bf16", CAUSAL), ""),
         (AttentionSpec(256, 256, "bf16", CAUSAL), ""),
