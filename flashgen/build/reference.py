@@ -230,6 +230,7 @@ def gradients_reference(
     dout: Tensor,
     dlse: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     mask: Mask | None = None,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
@@ -250,6 +251,8 @@ def gradients_reference(
         q, k, v, mask, score_mod, scale, sinks, dtype, sequence, dropout: as for `attention_reference`.
         dout: the gradient of the output, of its shape.
         dlse: that of the LSE, (batch, heads, q_len).
+        out: the output that the forward left, of which delta is taken, as kernels do; by default computed
+            here.
         round_to: round where a kernel with inputs of this dtype rounds: the output, and weights and gradients
             of scores before they are multiplied, and the results.
         learned: places of the score rule's tensors whose gradients are wanted too; floats.
@@ -287,8 +290,8 @@ def gradients_reference(
             weights = torch.exp(scores - seen.masked_fill(none, 0.0))
             given = dout[:, :, rows].to(dtype)
             brought = problem.dropped(rounded(weights), dropout, rows)
-            out = rounded(exact_product(brought, every_v))
-            delta = (given * out).sum(-1, keepdim=True)
+            left = rounded(exact_product(brought, every_v)) if out is None else out[:, :, rows].to(dtype)
+            delta = (given * left).sum(-1, keepdim=True)
             if dlse is not None:
                 delta = delta - dlse[:, :, rows, None].to(dtype)
             delta = delta.masked_fill(none, 0.0)
@@ -341,6 +344,8 @@ def packed_gradients_reference(
     dlse: Tensor | None,
     cu_q: Sequence[int],
     cu_k: Sequence[int],
+    *,
+    out: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gradients_reference` of each of several packed sequences.
@@ -349,6 +354,7 @@ def packed_gradients_reference(
         q, k, v, cu_q, cu_k: as for `packed_reference`.
         dout: (q tokens, heads, head_dim_v).
         dlse: (heads, q tokens).
+        out: the output that the forward left, of the shape of dout.
         options: further arguments of `gradients_reference`.
 
     Returns:
@@ -357,6 +363,7 @@ def packed_gradients_reference(
     made = []
     for sequence, (of_q, of_k) in enumerate(packed_slices(cu_q, cu_k)):
         of_lse = None if dlse is None else dlse[None, :, of_q]
+        options["out"] = None if out is None else out[of_q].transpose(0, 1)[None]
         own_q, own_k, own_v, own_dout = (
             each.transpose(0, 1)[None] for each in (q[of_q], k[of_k], v[of_k], dout[of_q])
         )

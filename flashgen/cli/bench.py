@@ -397,7 +397,7 @@ def _ready_backward(workload: Workload, inputs: Inputs, impls: Sequence[str]) ->
     from flashgen.measure.check_gradients import GradientRig
     from flashgen.measure.peers import build_backward
 
-    rig = GradientRig(inputs, workload.spec)
+    rig = GradientRig(inputs, workload.spec, own_forward=True)
     dout, made = inputs.bhsd(rig.dout), Ready({}, {}, {}, {}, {})
     launch: Callable[[], Any]
     for name in impls:

@@ -1,6 +1,8 @@
 """Right or wrong, of gradients; see `check`.
 
-A kernel may err at most twice as much as the definition that rounds where a kernel rounds. The errors are the
+A kernel may err at most twice as much as the definition that rounds where a kernel rounds, given the same
+rounded output of the forward: delta, the sum of its products with dout, has most of the error of rows that
+see few keys, where it cancels. The errors are the
 largest absolute difference, and the largest of any row, relative to that row and to a row of its head on
 average: rows whose gradient is exactly 0 (one key seen) have only noise of their own. What two equal float32
 numbers leave where they cancel is allowed in every row.
@@ -29,12 +31,13 @@ def rig_of(inputs: Inputs, spec: AttentionSpec) -> AnyRig:
 
 
 def gradients_of(
-    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, **options: Any
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, out: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gradients_reference` of inputs, each packed sequence by itself.
 
     Args:
         dout: (batch, heads, q_len, head_dim_v); that of the LSE has the first three axes.
+        out: the output that the forward left, of the shape of dout.
         options: its further arguments.
     """
     tensors = (*inputs.true(), dout)
@@ -46,12 +49,13 @@ def gradients_of(
         "dropout": inputs.dropout,
     }
     if inputs.packed is None:
-        dq, dk, dv, *_ = gradients_reference(*tensors, dlse, **options)
+        dq, dk, dv, *_ = gradients_reference(*tensors, dlse, out=out, **options)
         return dq, dk, dv
     q, k, v, dout = (each[0].transpose(0, 1) for each in tensors)
     cu_q, cu_k = (each.tolist() for each in inputs.packed)
     of_lse = None if dlse is None else dlse[0]
-    found = packed_gradients_reference(q, k, v, dout, of_lse, cu_q, cu_k, **options)
+    out = None if out is None else out[0].transpose(0, 1)
+    found = packed_gradients_reference(q, k, v, dout, of_lse, cu_q, cu_k, out=out, **options)
     dq, dk, dv = (each.transpose(0, 1)[None] for each in found)
     return dq, dk, dv
 
@@ -63,14 +67,16 @@ class ExpectedGradients:
         inputs: the call.
         dout: the gradient of its output, (batch, heads, q_len, head_dim_v).
         spec: for the dtype and how it is multiplied.
+        out: that output, of the same shape, in the inputs' dtype, where the kernels are given it; by default
+            the rounding reference has one that erred as a forward kernel's does.
     """
 
-    def __init__(self, inputs: Inputs, dout: Tensor, spec: AttentionSpec) -> None:
+    def __init__(self, inputs: Inputs, dout: Tensor, spec: AttentionSpec, out: Tensor | None = None) -> None:
         q, k, v = inputs.true()
         exact_in = torch.float64 if spec.dtype == "fp32" else torch.float32
         self.exact = gradients_of(inputs, dout, dtype=exact_in)
         rounded_in = q.dtype if spec.dtype_label != "tf32" else torch.bfloat16  # the coarser of the two
-        rounded = gradients_of(inputs, dout, round_to=rounded_in)
+        rounded = gradients_of(inputs, dout, out=out, round_to=rounded_in)
         floor = TOLERANCES[spec.dtype_label]
         largest_q, largest_k, largest_v, largest_dout = (_longest_row(each) for each in (q, k, v, dout))
         cancelling = ROUNDING * largest_dout * largest_v * inputs.scale
@@ -119,16 +125,21 @@ def _errors(found: Tensor, exact: Tensor, noise: float) -> tuple[float, float]:
 
 
 class GradientRig(AnyRig):
-    """Of `bwd`: the buffers are dq, dk and dv, in the inputs' layout."""
+    """Of `bwd`: the buffers are dq, dk and dv, in the inputs' layout.
 
-    def __init__(self, inputs: Inputs, spec: AttentionSpec) -> None:
+    Args:
+        own_forward: whether what is judged has an output of a forward pass of its own, not that of the rig.
+    """
+
+    def __init__(self, inputs: Inputs, spec: AttentionSpec, own_forward: bool = False) -> None:
         generator = torch.Generator(inputs.q.device).manual_seed(1)
         shape = (*inputs.q.shape[:3], inputs.v.shape[3])
         self.dout = torch.randn(shape, generator=generator, device=inputs.q.device).to(inputs.q.dtype)
-        self.expected = ExpectedGradients(inputs, inputs.bhsd(self.dout), spec)
         out, lse = reference(inputs.true(), inputs, torch.float32)
         self.lse = lse.contiguous()
         self.out = inputs.bhsd(out.to(inputs.q.dtype)).contiguous()
+        given = None if own_forward else inputs.bhsd(self.out)
+        self.expected = ExpectedGradients(inputs, inputs.bhsd(self.dout), spec, given)
         self.dlse = torch.zeros_like(self.lse) if spec.return_lse else None
         sources = (inputs.q, inputs.k, inputs.v, self.out, self.lse, self.dout)
         super().__init__(inputs, sources, [(each.shape, each.dtype) for each in sources[:3]])

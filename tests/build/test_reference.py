@@ -171,10 +171,11 @@ def test_gradients_written_out_are_those_of_autograd(lengths, sinks, monkeypatch
     out, lse = attention_reference(q, k, v, **rules, sinks=sinks, dtype=torch.float64)
     dout, dlse = (torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in (out, lse))
     wanted = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
-    given = (each.detach() for each in (q, k, v))
-    found = gradients_reference(*given, dout, dlse, **rules, sinks=sinks, dtype=torch.float64)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    given = [each.detach() for each in (q, k, v)]
+    for left in (None, out.detach()):
+        found = gradients_reference(*given, dout, dlse, out=left, **rules, sinks=sinks, dtype=torch.float64)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_products_ignore_the_process_wide_precision():
