@@ -150,12 +150,11 @@ def attention(
         InvalidArgument: an argument is outside this; nothing was launched.
 
     CPU tensors are computed by the reference. Gradients of q, k, v, the sinks and what `score_mod` reads are
-    computed by kernels, also under torch.func.grad; of CPU and 8-bit tensors by torch's own operations. Under
-    torch.compile kernels compute those of q, k and v, and torch's operations a call that needs more. Kernels'
-    gradients are deterministic but for those of tensors of `score_mod` of which several sequences, heads or
-    pairs of positions read one element, and that of q by a kernel that was tuned and sums it in any order:
-    with `deterministic` calls of the former kind are torch's, and such a kernel serves none. A second
-    derivative of what kernels computed is refused.
+    computed by kernels, also under torch.func.grad and torch.compile; of CPU and 8-bit tensors by torch's own
+    operations. Kernels' gradients are deterministic but for those of tensors of `score_mod` of which several
+    sequences, heads or pairs of positions read one element, and that of q by a kernel that was tuned and sums
+    it in any order: with `deterministic` calls of the former kind are torch's, and such a kernel serves none.
+    A second derivative of what kernels computed is refused.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
@@ -238,9 +237,9 @@ def attention_varlen(
         LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
 
     CPU tensors are computed by the reference. Gradients of q, k, v and the sinks are computed by kernels as
-    well, without a wait, in eager calls; what no kernel computes (`explain` says why) is left to torch's own
-    operations, one sequence after the other, which wait for the GPU once. Under autocast as `attention`.
-    torch.compile sees one operator, in a graph for any lengths; a call that needs a gradient is in none.
+    well, without a wait; what no kernel computes (`explain` says why) is left to torch's own operations, one
+    sequence after the other, which wait for the GPU once. Under autocast as `attention`. torch.compile sees
+    one operator, and one more for the gradients, in a graph for any lengths.
     """
     if autocasting():
         q, k, v = autocasted(q, k, v)

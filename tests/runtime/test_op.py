@@ -48,6 +48,7 @@ SOFTCAP = score_mods.softcap(3.0)
 BIAS = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
 LENGTHS = torch.tensor([5, 3])
 PADDING = masks.causal() & masks.key_padding(LENGTHS)
+UNPADDED = ~masks.key_padding(LENGTHS)
 
 CALLS: dict[str, Function] = {
     "plain": lambda q, k, v: flashgen.attention(q, k, v),
@@ -65,6 +66,7 @@ CALLS: dict[str, Function] = {
         q, k, v, score_mod=[score_mods.softcap(2.0), score_mods.softcap(1.0)]
     ),
     "padding": lambda q, k, v: flashgen.attention(q, k, v, mask=PADDING),
+    "negated outside": lambda q, k, v: flashgen.attention(q, k, v, mask=UNPADDED | masks.causal()),
     "padding joined inside": lambda q, k, v: flashgen.attention(
         q, k, v, mask=masks.causal() & masks.key_padding(torch.full((2,), 5))
     ),
