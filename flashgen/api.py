@@ -33,6 +33,7 @@ from flashgen.runtime.checks import (
     as_score_mod,
     check,
     check_deterministic,
+    check_return_lse,
     transformed,
 )
 from flashgen.runtime.dispatcher import Dispatcher, as_result
@@ -149,12 +150,11 @@ def attention(
         InvalidArgument: an argument is outside this; nothing was launched.
 
     CPU tensors are computed by the reference. Gradients of q, k, v, the sinks and what `score_mod` reads are
-    computed by kernels, also under torch.func.grad; of CPU and 8-bit tensors by torch's own operations. Under
-    torch.compile kernels compute those of q, k and v, and torch's operations a call that needs more. Kernels'
-    gradients are deterministic but for those of tensors of `score_mod` of which several sequences, heads or
-    pairs of positions read one element, and that of q by a kernel that was tuned and sums it in any order:
-    with `deterministic` calls of the former kind are torch's, and such a kernel serves none. A second
-    derivative of what kernels computed is refused.
+    computed by kernels, also under torch.func.grad and torch.compile; of CPU and 8-bit tensors by torch's own
+    operations. Kernels' gradients are deterministic but for those of tensors of `score_mod` of which several
+    sequences, heads or pairs of positions read one element, and that of q by a kernel that was tuned and sums
+    it in any order: with `deterministic` calls of the former kind are torch's, and such a kernel serves none.
+    A second derivative of what kernels computed is refused.
     Under autocast q, k and v are rounded to its dtype, as for torch's own attention.
     """
     given = None
@@ -237,9 +237,9 @@ def attention_varlen(
         LaunchFailed: a CUDA graph is being captured, and no kernel serves the call.
 
     CPU tensors are computed by the reference. Gradients of q, k, v and the sinks are computed by kernels as
-    well, without a wait, in eager calls; what no kernel computes (`explain` says why) is left to torch's own
-    operations, one sequence after the other, which wait for the GPU once. Under autocast as `attention`.
-    torch.compile sees one operator, in a graph for any lengths; a call that needs a gradient is in none.
+    well, without a wait; what no kernel computes (`explain` says why) is left to torch's own operations, one
+    sequence after the other, which wait for the GPU once. Under autocast as `attention`. torch.compile sees
+    one operator, and one more for the gradients, in a graph for any lengths.
     """
     if autocasting():
         q, k, v = autocasted(q, k, v)
@@ -407,19 +407,23 @@ def _serve_packed(*arguments: Any) -> Any:
 
 
 def _serve_gradients(
-    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients, as the operator has them."""
-    if call.empty or not call.q.is_cuda:
-        return torch_path.reference_gradients(call, dout, dlse)
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    of_sinks: bool,
+    learned: tuple[int, ...],
+) -> tuple[Tensor | None, ...]:
+    """Its gradients, dense or packed, as the operators have them; see `Dispatcher.gradients`."""
+    if gradients.left_to_torch(call, learned):
+        return torch_path.gradients(call, dout, dlse, of_sinks, learned)
     dlse = None if dlse is None else dlse.contiguous()
-    found: Any = _dispatcher().gradients(call, out, lse, gradients.laid_out(dout, out), dlse)
-    dq, dk, dv, _ = found
-    return dq, dk, dv
+    return _dispatcher().gradients(call, out, lse, gradients.laid_out(dout, out), dlse, of_sinks, learned)
 
 
 _OPERATOR = op.define(_serve, _serve_gradients)
-_OPERATOR_PACKED = op.define_packed(_serve_packed)
+_OPERATOR_PACKED = op.define_packed(_serve_packed, _serve_gradients)
 
 
 def _differentiated(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, *rules: Any) -> bool:
@@ -454,7 +458,7 @@ def _differentiable(call: Call, deterministic: bool | None = None) -> Any:
 def _differentiable_in_a_trace(deterministic: bool | None, *arguments: Any) -> Any:
     """The same as the operator, which has gradients of its own, whatever serves it on its device."""
     call = check(*arguments)
-    if transformed() or gradients.unknown_to_operators(call):
+    if transformed() or call.quantized is not None:
         return as_result(torch_path.attention(_ordered(call, deterministic)))
     q, k, v, mask, score_mod, scale, layout, return_lse, given = arguments
     told = (mask, score_mod, scale, layout, True, given, _is_ordered(deterministic))
@@ -536,13 +540,19 @@ def _packed_differentiated(q: Tensor, k: Tensor, v: Tensor, *sizes_and_rules: An
 
 def _packed_in_a_trace(*arguments: Any) -> Any:
     """A call as an operator, which alone lets a trace vary where sequences begin."""
-    if _packed_differentiated(*arguments):
+    if not _packed_differentiated(*arguments):
+        return op.traced_packed(_OPERATOR_PACKED, *arguments)
+    if transformed():
         raise InvalidArgument(
-            "an attention_varlen that needs a gradient is in no graph, for torch's operations ask where "
-            "sequences begin; call it under torch.no_grad(), outside of the trace, or compile without "
+            "an attention_varlen under forward-mode AD or a transform of torch.func is in no graph, for "
+            "torch's operations ask where sequences begin; call it outside of the trace, or compile without "
             "fullgraph=True, which goes on without a graph here"
         )
-    return op.traced_packed(_OPERATOR_PACKED, *arguments)
+    *told, return_lse, sinks, dropout = arguments
+    check_return_lse(return_lse)
+    given = (*told, True, sinks, dropout, _is_ordered(None))
+    out, lse = op.traced_packed(_OPERATOR_PACKED, *given)
+    return (out, lse) if return_lse else out
 
 
 @contextmanager

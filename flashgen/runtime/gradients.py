@@ -59,27 +59,6 @@ class Kernels(Protocol):
 # Who differentiates
 
 
-def unknown(call: Call) -> str:
-    """Why a call has gradients that neither kernels nor the operators give; empty where one of them may."""
-    if call.quantized is not None:
-        return "gradients of 8-bit tensors have no kernel"
-    if call.learned and isinstance(call, PackedCall):
-        return f"{call.score_mod} learns, and there are kernels for that of dense calls alone"
-    return ""
-
-
-def unknown_to_operators(call: Call) -> str:
-    """Why a call has gradients that the operators do not give; empty where q, k and v alone, of the kinds
-    served, have some."""
-    if reason := unknown(call):
-        return reason
-    if call.learned:
-        return f"{call.score_mod} reads a tensor that needs a gradient"
-    if call.sinks is not None and call.sinks.requires_grad:
-        return "the sinks need a gradient"
-    return ""
-
-
 def refused(call: Call, without_kernel: Callable[[Call], str]) -> str:
     """Why torch's own operations have to differentiate an eager call; empty where kernels can.
 
@@ -88,23 +67,35 @@ def refused(call: Call, without_kernel: Callable[[Call], str]) -> str:
     """
     if transformed() and not differentiated_once():
         return IS_TRANSFORMED
+    return left_to_torch(call, call.learned) or without_kernel(call)
+
+
+def left_to_torch(call: Call, learned: tuple[int, ...]) -> str:
+    """Why no kernel computes the gradients of a call, whatever families there are; empty where one may.
+    Torch's own operations then differentiate an eager call, and give an operator's gradients within it.
+
+    Args:
+        learned: places of the score rule's tensors whose gradients are wanted.
+    """
     if not call.q.is_cuda:
         return f"kernels run on CUDA, the tensors are on {call.q.device}"
-    if reason := unknown(call):
-        return reason
+    if call.quantized is not None:
+        return "gradients of 8-bit tensors have no kernel"
+    if learned and isinstance(call, PackedCall):
+        return f"{call.score_mod} learns, and there are kernels for that of dense calls alone"
     if call.empty:
         return "there is no key or no output"
-    if call.deterministic and (name := _added_in_any_order(call)):
+    if call.deterministic and (name := _added_in_any_order(call, learned)):
         return f"pairs add to the gradient of {name} in any order, and deterministic gradients are asked for"
-    return without_kernel(call)
+    return ""
 
 
-def _added_in_any_order(call: Call) -> str:
+def _added_in_any_order(call: Call, learned: tuple[int, ...]) -> str:
     """A tensor of the score rule to whose gradient several programs would add, if there is one."""
     if call.score_mod is None:
         return ""
     rule, sizes = call.score_mod.rule, call.sizes
-    wanted = shares(rule, tuple(rule.operands[place].name for place in call.learned))
+    wanted = shares(rule, tuple(rule.operands[place].name for place in learned))
     loose = (share for share in wanted if share.any_order(sizes.batch, sizes.heads))
     return next((share.operand for share in loose), "")
 

@@ -1,12 +1,14 @@
-"""The operators as which calls stand in graphs that torch traces: `flashgen::attention_fwd`, its gradients
-`flashgen::attention_bwd`, and `flashgen::attention_varlen_fwd` of packed sequences.
+"""The operators as which calls stand in graphs that torch traces: `flashgen::attention_fwd` and its gradients
+`flashgen::attention_bwd`, `flashgen::attention_varlen_fwd` and `flashgen::attention_varlen_bwd` of packed
+sequences.
 
 An eager call does not go through them: an operator's machinery costs 14-22 us. Both end in one function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +29,8 @@ from flashgen.runtime.checks import (
     check_dense,
     transformed,
 )
-from flashgen.runtime.gradients import SECOND, unknown_to_operators
-from flashgen.runtime.packed import as_longest, check_packed_tensors, packed_sinks
+from flashgen.runtime.gradients import SECOND
+from flashgen.runtime.packed import as_longest, check_packed, check_packed_tensors, packed_sinks
 from flashgen.spec.masks import Mask
 from flashgen.spec.rule import Rule
 from flashgen.spec.score_mods import ScoreMod
@@ -36,24 +38,26 @@ from flashgen.spec.score_mods import ScoreMod
 LIMITS = {"i32": (-(2.0**31), 2.0**31 - 1), "f32": (-(2 - 2.0**-23) * 2.0**127, (2 - 2.0**-23) * 2.0**127)}
 """The least and the largest number of each type of a rule's parameters."""
 
-NAME = "flashgen::attention_fwd"
-NAME_GRADIENTS = "flashgen::attention_bwd"
-NAME_PACKED = "flashgen::attention_varlen_fwd"
+NAME, NAME_GRADIENTS = "flashgen::attention_fwd", "flashgen::attention_bwd"
+NAME_PACKED, NAME_PACKED_GRADIENTS = "flashgen::attention_varlen_fwd", "flashgen::attention_varlen_bwd"
 
 Serve = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, str, bool, Given | None], Any]
-ServeGradients = Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 ServePacked = Callable[..., Any]
+ServeGradients = Callable[
+    [Call, Tensor, Tensor, Tensor, Tensor | None, bool, tuple[int, ...]], Iterable[Tensor | None]
+]
 
 
 def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
     """Registers the operator around `serve(q, k, v, mask, score_mod, scale, layout, return_lse, given)`, and
-    its gradients around `serve_gradients(call, out, lse, dout, dlse)`.
+    its gradients around `serve_gradients(call, out, lse, dout, dlse, of_sinks, learned)`, which is as
+    `Dispatcher.gradients`.
 
     Rules travel as text with their numbers and tensors beside them, so a graph can be saved and read back.
     The seed of dropout is one of the tensors, drawn by the graph itself, and None without dropout;
-    `deterministic` says whether gradients have to have the same bits in every run. The second
-    result is the LSE, without elements if it is not wanted; the backward pass reads it. Only q, k and v have
-    gradients: a call of which more is wanted is traced as torch's own operations.
+    `deterministic` says whether gradients have to have the same bits in every run. The second result is the
+    LSE, without elements if it is not wanted; the backward pass reads it. There are gradients of q, k and v,
+    the sinks and what the score rule reads; of 8-bit tensors there are none.
     """
 
     def attention_fwd(
@@ -117,53 +121,6 @@ def define(serve: Serve, serve_gradients: ServeGradients) -> Any:
         rows = call.bhsd(q).shape[:3] if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, operands, *told, scale, layout, return_lse = inputs[:12]
-        given = _given(q, *inputs[12:-1])
-        call = check(q, k, v, *_rules(operands, *told), scale, layout, return_lse, given)
-        if reason := unknown_to_operators(call):
-            raise InvalidArgument(
-                f"the operator {NAME} has gradients of q, k and v alone ({reason}); call flashgen.attention, "
-                "which is computed by torch's own operations where others are needed"
-            )
-        if not return_lse:
-            raise InvalidArgument(
-                f"the operator {NAME} was called without its LSE, from which gradients are computed; call it "
-                "with return_lse=True, or call flashgen.attention, which asks for it where it is needed"
-            )
-        sinks = None if given is None else given.sinks
-        *_, seed, ctx.dropout_p, ctx.deterministic = inputs
-        ctx.save_for_backward(q, k, v, *output, sinks, seed, *operands)
-        ctx.told, ctx.layout = (*told, scale), layout
-        ctx.of_others = [_no_gradient(each) for each in inputs[3:]]
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, sinks, seed, *operands = ctx.saved_tensors
-        of_others = ctx.of_others[: len(ctx.needs_input_grad) - 3]  # none for what was left out
-        if dout is None and dlse is None:
-            return None, None, None, *of_others
-        dout = torch.zeros_like(out) if dout is None else dout
-        by_operator = torch.ops.flashgen.attention_bwd.default
-        told = (*ctx.told, sinks, seed, ctx.dropout_p, ctx.deterministic)
-        found = by_operator(dout, dlse, q, k, v, out, lse, ctx.layout, operands, *told)
-        return *found, *of_others
-
-    _register(NAME, attention_fwd, meta, backward, setup_context)
-    _define_gradients(serve_gradients)
-    return torch.ops.flashgen.attention_fwd.default
-
-
-def _no_gradient(given: Any) -> Any:
-    """None for an input, in the structure that torch wants: a list of tensors is one, also an empty list."""
-    if isinstance(given, list) and all(isinstance(each, Tensor) for each in given):
-        return [None] * len(given)
-    return None
-
-
-def _define_gradients(serve: ServeGradients) -> None:
-    """The gradients of q, k and v, in their dtypes and orders in memory."""
-
     def attention_bwd(
         dout: Tensor,
         dlse: Tensor | None,
@@ -184,25 +141,21 @@ def _define_gradients(serve: ServeGradients) -> None:
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
         deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_sinks: bool = False,
+        learned: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         given = Given(sinks=sinks, dropout=_dropped(seed, dropout_p))
         call = check(q, k, v, *rules, scale, layout, True, given)
-        return serve(replace(call, deterministic=deterministic), out, lse, dout, dlse)
+        call = replace(call, deterministic=deterministic)
+        return _present(serve_gradients(call, out, lse, dout, dlse, of_sinks, tuple(learned or ())))
 
-    def meta(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        layout: str, *told: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        return tuple(torch_path.empty_output(each, layout, each.shape[3]) for each in (q, k, v))
-
-    def backward(*_: Any) -> None:
-        raise Unsupported(SECOND)
-
-    _register(NAME_GRADIENTS, attention_bwd, meta, backward)
+    _register_gradients(NAME_GRADIENTS, attention_bwd)
+    _register_differentiable(NAME, attention_fwd, meta, NAME_GRADIENTS, "flashgen.attention")
+    return torch.ops.flashgen.attention_fwd.default
 
 
-def define_packed(serve: ServePacked) -> Any:
+def define_packed(serve: ServePacked, serve_gradients: ServeGradients) -> Any:
     """The same of packed sequences, around `serve(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k, mask, score_mod, scale, return_lse, sinks, dropout)`.
 
@@ -229,6 +182,7 @@ def define_packed(serve: ServePacked) -> Any:
         sinks: Tensor | None = None,
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         _check_untransformed(NAME_PACKED, "flashgen.attention_varlen")
         rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
@@ -255,6 +209,7 @@ def define_packed(serve: ServePacked) -> Any:
         sinks: Tensor | None = None,
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
         # Not the places and the longest lengths: comparing these would tie the graph to a call's numbers.
@@ -264,14 +219,131 @@ def define_packed(serve: ServePacked) -> Any:
         rows = (q.shape[1], q.shape[0]) if return_lse else (0,)
         return out, q.new_empty(rows, dtype=torch.float32)
 
-    def backward(*_: Any) -> None:
-        raise InvalidArgument(
-            f"the operator {NAME_PACKED} has no gradient; call flashgen.attention_varlen, which is computed "
-            "by torch's own operations where one is needed"
-        )
+    def attention_varlen_bwd(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        operands: Sequence[Tensor],
+        mask: str,
+        mask_name: str,
+        score_mod: str,
+        score_mod_name: str,
+        values: Sequence[float],
+        scale: float,
+        sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
+        deterministic: bool = False,
+        of_sinks: bool = False,
+        learned: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        rules = _rules(operands, mask, mask_name, score_mod, score_mod_name, values)
+        places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        call = check_packed(q, k, v, *places, *rules, scale, True, sinks, _dropped(seed, dropout_p))
+        call = replace(call, deterministic=deterministic)
+        return _present(serve_gradients(call, out, lse, dout, dlse, of_sinks, tuple(learned or ())))
 
-    _register(NAME_PACKED, attention_varlen_fwd, meta, backward)
+    _register_gradients(NAME_PACKED_GRADIENTS, attention_varlen_bwd)
+    instead = "flashgen.attention_varlen"
+    _register_differentiable(NAME_PACKED, attention_varlen_fwd, meta, NAME_PACKED_GRADIENTS, instead)
     return torch.ops.flashgen.attention_varlen_fwd.default
+
+
+# What both kinds have in common
+
+
+def _present(found: Iterable[Tensor | None]) -> list[Tensor]:
+    return [each for each in found if each is not None]
+
+
+def _before_score_mod(mask: str) -> int:
+    """How many operands the mask has, behind which those of the score rule stand."""
+    return len(Rule.parse("mask", mask).operands)
+
+
+def _register_gradients(name: str, operator: Callable[..., list[Tensor]]) -> None:
+    """Registers an operator that gives the gradients of q, k and v, then that of the sinks if it is wanted,
+    then of tensors of the score rule. The first three lie in memory as their tensors do, the others without
+    gaps."""
+    signature = inspect.signature(operator)
+
+    def meta(*given: Any, **named: Any) -> list[Tensor]:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        told = bound.arguments
+        of_rule = told["operands"][_before_score_mod(told["mask"]) :]
+        others = [told["sinks"]] if told["of_sinks"] else []
+        others += [of_rule[place] for place in told["learned"] or ()]
+        alike = [torch.empty_like(told[name]) for name in ("q", "k", "v")]
+        return alike + [each.new_empty(each.shape) for each in others]
+
+    def backward(*_: Any) -> None:
+        raise Unsupported(SECOND)
+
+    _register(name, operator, meta, backward)
+
+
+def _register_differentiable(
+    name: str, operator: Callable[..., Any], meta: Callable[..., Any], of_gradients: str, instead: str
+) -> None:
+    """Registers an operator whose gradients another gives, which is told the same by the same names.
+
+    Args:
+        of_gradients: the other's name, registered before.
+        instead: the function to call where the operator has no gradient.
+    """
+    names = tuple(inspect.signature(operator).parameters)
+    compute = getattr(torch.ops.flashgen, of_gradients.removeprefix("flashgen::")).default
+    shared = {argument.name for argument in compute._schema.arguments} - {"operands"}
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        given = dict(zip(names, inputs, strict=True))
+        if given["q"].dtype == E4M3:
+            raise InvalidArgument(
+                f"the operator {name} has no gradients of 8-bit tensors; call {instead}, which is computed "
+                "by torch's own operations where they are needed"
+            )
+        if not given["return_lse"]:
+            raise InvalidArgument(
+                f"the operator {name} was called without its LSE, from which gradients are computed; call it "
+                f"with return_lse=True, or call {instead}, which asks for it where it is needed"
+            )
+        tensors = {at: given[at] for at in names if at in shared and isinstance(given[at], Tensor)}
+        ctx.save_for_backward(*output, *tensors.values(), *given["operands"])
+        ctx.tensors = tuple(tensors)
+        ctx.told = {at: given[at] for at in names if at in shared and at not in tensors}
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        needed = dict(zip(names, ctx.needs_input_grad, strict=False))  # nothing of what was left out
+        # None, in the structure that torch wants: a list of tensors is one, also an empty list.
+        found: dict[str, Any] = {
+            at: [None] * len(each) if isinstance(each, list) else None for at, each in needed.items()
+        }
+        if dout is None and dlse is None:
+            return tuple(found.values())
+        out, lse, *saved = ctx.saved_tensors
+        tensors = dict(zip(ctx.tensors, saved, strict=False))
+        operands, first = saved[len(tensors) :], _before_score_mod(ctx.told["mask"])
+        of_sinks = bool(needed.get("sinks"))
+        learned = [place for place, each in enumerate(needed["operands"][first:]) if each]
+        dout = torch.zeros_like(out) if dout is None else dout
+        told = {**tensors, **ctx.told, "out": out, "lse": lse, "operands": operands}
+        made = iter(compute(dout, dlse, **told, of_sinks=of_sinks, learned=learned))
+        found |= {at: next(made) for at in ("q", "k", "v", *(("sinks",) if of_sinks else ()))}
+        for place in learned:
+            found["operands"][first + place] = next(made)
+        return tuple(found.values())
+
+    _register(name, operator, meta, backward, setup_context)
 
 
 def _register(
@@ -351,6 +423,7 @@ def traced_packed(
     return_lse: bool,
     sinks: Tensor | None = None,
     dropout: Dropout | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """The same of packed sequences; `op` is what `define_packed` gives."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -361,8 +434,9 @@ def traced_packed(
     )
     rules = _told(as_mask(mask), as_score_mod(score_mod))
     places = (cu_seqlens_q, cu_seqlens_k, *longest)
-    scale, dropped = as_scale(scale, q.shape[2]), _seed_and_probability(dropout)
-    out, lse = op(q, k, v, *places, *rules, scale, return_lse, sinks, **dropped)
+    scale, named = as_scale(scale, q.shape[2]), _seed_and_probability(dropout)
+    named |= {"deterministic": True} if deterministic else {}
+    out, lse = op(q, k, v, *places, *rules, scale, return_lse, sinks, **named)
     return (out, lse) if return_lse else out
 
 

@@ -23,7 +23,6 @@ from flashgen.build.reference import (
     attention_reference,
     evaluate_rule,
     finished,
-    gradients_reference,
     on_device,
     row_maximum,
     ruled,
@@ -153,7 +152,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and v, and of the sinks if they are wanted, from those of the output and, if it has
     one, the LSE: by `attention`, which is computed once more. Of q, k and v each lies in memory as
-    `empty_output` of its tensor.
+    `empty_output` of its tensor, the others without gaps.
 
     Args:
         of_sinks: whether that of the sinks is wanted, which is None otherwise.
@@ -174,30 +173,9 @@ def gradients(
         inputs = [*leaves.values(), *of_rule]
         found = torch.autograd.grad(outputs, inputs, given, materialize_grads=True)
     made = [like_q(one, each, call.layout) for one, each in zip(found, inputs[:3], strict=False)]
-    return *made, *(() if of_sinks else (None,)), *found[3:]
-
-
-def reference_gradients(call: Call, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by the reference in float32, rounded once: what CPU tensors get, and `empty` calls."""
-    made = [empty_output(each, call.layout, each.shape[3]) for each in (call.q, call.k, call.v)]
-    found = [torch.zeros_like(each) for each in made]
-    if not call.empty:
-        q, k, v, dout = (call.bhsd(each.detach()) for each in (call.q, call.k, call.v, dout))
-        exact = gradients_reference(
-            q,
-            k,
-            v,
-            dout,
-            dlse,
-            mask=call.mask,
-            score_mod=call.score_mod,
-            scale=call.scale,
-            sinks=call.sinks,
-            dropout=call.dropout,
-        )
-        found = [call.bhsd(each) for each in exact]
-    dq, dk, dv = (into.copy_(each) for into, each in zip(made, found, strict=True))
-    return dq, dk, dv
+    # Copied: the gradient of a sink alone in its row may be that of the LSE, which an operator must not give.
+    others = [each.clone(memory_format=torch.contiguous_format) for each in found[3:]]
+    return *made, *(() if of_sinks else (None,)), *others
 
 
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")

@@ -200,3 +200,39 @@ def test_a_frozen_tensor_costs_nothing() -> None:
         torch.autograd.grad(out, tensors if frozen else [*tensors, bias])
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[3] < bias.numel() * 2 < peaks[2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS.keys())
+def test_compiled_calls_learn(mod: Any, deterministic: bool) -> None:
+    """By two operators, whether a kernel or torch's own operations give the gradients within the second."""
+    torch._dynamo.reset()
+    composed = score_mods.compose(mod())
+    assert composed is not None
+    tensors, sinks = leaves(), torch.linspace(-2.0, 5.0, HEADS, device=DEVICE, requires_grad=True)
+
+    def call(*given: Tensor) -> tuple[Tensor, Tensor]:
+        rules: Any = {"mask": CAUSAL, "score_mod": composed, "sinks": sinks, "deterministic": deterministic}
+        out, lse = flashgen.attention(*given, **rules, return_lse=True)
+        return out, lse
+
+    compiled = torch.compile(call, fullgraph=True)
+    needing = [*tensors, sinks, *composed.tensors]
+    results = [function(*tensors) for function in (compiled, call)]
+    douts = tuple(map(torch.randn_like, results[0]))
+    found, wanted = (torch.autograd.grad(each, needing, douts) for each in results)
+    close(found, [each.double() for each in wanted], limit=1e-2)
+
+
+def test_the_operators_gradients_are_what_their_fakes_say() -> None:
+    mod = score_mods.compose([score_mods.alibi(torch.rand(HEADS, device=DEVICE)), score_mods.softcap(5.0)])
+    assert mod is not None
+    q, k, v = (each.detach() for each in leaves(60, 80))
+    slopes, sinks = mod.tensors[0], torch.linspace(-2.0, 5.0, HEADS, device=DEVICE)
+    told: Any = ("True", "full", mod.rule.text, "rule", [5.0], 0.2)
+    forward, backward = torch.ops.flashgen.attention_fwd.default, torch.ops.flashgen.attention_bwd.default
+    own = [each.clone().requires_grad_() for each in (q, k, v, slopes, sinks)]
+    torch.library.opcheck(forward, (*own[:3], [own[3]], *told, "bhsd", True), {"sinks": own[4]})
+    out, lse = forward(q, k, v, [slopes], *told, "bhsd", True, sinks=sinks)
+    given = (torch.randn_like(out), torch.rand_like(lse), q, k, v, out, lse, "bhsd", [slopes], *told, sinks)
+    torch.library.opcheck(backward, given, {"of_sinks": True, "learned": [0]})

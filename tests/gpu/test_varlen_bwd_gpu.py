@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from checked import CAUSAL, COMBINED, DEVICE, TABLE
 from test_attention_bwd_gpu import close, judge
 from test_varlen_gpu import RAGGED, arguments, packed
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen
 from flashgen.build.device import current_target
@@ -102,6 +104,73 @@ def test_a_training_step_waits_for_nothing(head_dim: int, mask: Mask, with_sinks
         torch.cuda.set_sync_debug_mode("default")
     close(found, exact(tensors, inputs, dout, dlse, sinks))
     assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("with_slopes", [False, True], ids=["", "slopes"])
+def test_c35_a_compiled_training_step_is_two_graphs_for_any_lengths(
+    with_sinks: bool, with_slopes: bool
+) -> None:
+    """It waits for nothing but where a rule learns, whose gradient is torch's."""
+    torch._dynamo.reset()
+    sinks = torch.linspace(-2.0, 5.0, 8, device=DEVICE, requires_grad=True) if with_sinks else None
+    slopes = torch.rand(8, device=DEVICE, requires_grad=True) if with_slopes else None
+    mod = None if slopes is None else score_mods.alibi(slopes)
+    counter = CompileCounterWithBackend("inductor")
+
+    def call(*given: Any) -> tuple[Tensor, Tensor]:
+        rules: Any = {"mask": CAUSAL, "score_mod": mod, "sinks": sinks}
+        out, lse = flashgen.attention_varlen(*given, **rules, return_lse=True)
+        return out, lse
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in (RAGGED, ((700, 33, 9), (710, 33, 80)), ((5, 0, 0, 0, 64), (5, 1, 0, 0, 640))):
+        inputs, _ = packed(lengths)
+        tensors, rest = leaves(inputs), arguments(inputs)[3:]
+        needing = [*tensors, *(each for each in (sinks, slopes) if each is not None)]
+        dout, dlse = torch.randn_like(tensors[0]), torch.randn(8, tensors[0].shape[0], device=DEVICE)
+
+        def step(function: Any) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(function(*tensors, *rest), needing, [dout, dlse])  # noqa: B023
+
+        found, wanted = step(compiled), step(call)
+        close(found, [each.double() for each in wanted])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("default" if with_slopes else "error")
+        try:
+            step(compiled)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_training_step_is_captured() -> None:
+    torch._dynamo.reset()
+    inputs, _ = packed()
+    tensors, rest = leaves(inputs), arguments(inputs)[3:]
+    compiled = torch.compile(flashgen.attention_varlen, fullgraph=True, mode="reduce-overhead")
+    wanted = torch.autograd.grad(
+        flashgen.attention_varlen(*tensors, *rest, mask=CAUSAL).float().square().mean(), tensors
+    )
+    for _ in range(4):  # the third replays what the second recorded
+        torch.compiler.cudagraph_mark_step_begin()
+        found = torch.autograd.grad(compiled(*tensors, *rest, mask=CAUSAL).float().square().mean(), tensors)
+        close([each.clone() for each in found], [each.double() for each in wanted])
+
+
+def test_the_operators_are_what_their_fakes_say() -> None:
+    inputs, _ = packed()
+    q, k, v, *places = arguments(inputs)
+    sinks, told = (
+        torch.linspace(-2.0, 5.0, 8, device=DEVICE),
+        ([], CAUSAL.rule.text, "causal", "", "", [], 0.2),
+    )
+    operators = torch.ops.flashgen
+    own = [each.detach().clone().requires_grad_() for each in (q, k, v, sinks)]
+    torch.library.opcheck(operators.attention_varlen_fwd.default, (*own[:3], *places, *told, True, own[3]))
+    out, lse = operators.attention_varlen_fwd(q, k, v, *places, *told, True, sinks)
+    given = (torch.randn_like(out), torch.rand_like(lse), q, k, v, out, lse, *places, *told, sinks)
+    torch.library.opcheck(operators.attention_varlen_bwd.default, given, {"of_sinks": True})
 
 
 def test_it_is_explained() -> None:

@@ -22,6 +22,7 @@ from flashgen.build.arguments import FACTS, facts_code, flatten_packed
 from flashgen.build.reference import packed_reference
 from flashgen.codegen.abi import PACKED, environment_names
 from flashgen.errors import InvalidArgument, LaunchFailed
+from flashgen.errors import Unsupported as NotServed
 from flashgen.runtime import torch_path
 from flashgen.runtime.packed import check_packed
 from flashgen.spec import masks, score_mods
@@ -630,20 +631,105 @@ def test_wrong_places_are_told_in_a_graph_too() -> None:
         compiled(*changed(max_k=4)())
 
 
-def test_a_call_that_needs_a_gradient_leaves_the_graph() -> None:
+SLOPES, TABLE = torch.linspace(0.1, 1, 4), torch.linspace(-1, 1, 4 * 9).view(4, 9)
+LEARNED: dict[str, tuple[list[Tensor], Callable[..., dict[str, Any]]]] = {
+    "nothing": ([], lambda: {"mask": masks.causal()}),
+    "sinks": ([SINKS.clamp_min(-3)], lambda sinks: {"mask": masks.sliding_window(3, 0), "sinks": sinks}),
+    "slopes": ([SLOPES], lambda slopes: {"mask": masks.causal(), "score_mod": score_mods.alibi(slopes)}),
+    "sinks and table": (
+        [SINKS.clamp_min(-3), TABLE],
+        lambda sinks, table: {"sinks": sinks, "score_mod": score_mods.relative(table)},
+    ),
+}
+
+
+def gradients_of(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of rows without a key the LSE has none."""
+    loss = out.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sigmoid().sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("kind", LEARNED)
+def test_c35_gradients_are_one_operator_in_two_graphs_for_all_lengths(
+    kind: str, dynamic: bool | None
+) -> None:
     torch._dynamo.reset()
+    learned, rules = LEARNED[kind]
+    learned = [each.clone().requires_grad_() for each in learned]
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(*given: Any) -> Any:
+        return attention_varlen(*given[:7], **rules(*given[7:]), return_lse=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    shapes = (
+        (Q_LENGTHS, K_LENGTHS),
+        ((9, 30), (9, 41)),
+        ((2, 3, 4), (0, 9, 5)),
+        ((7, 7, 7, 1), (12, 7, 8, 1)),
+    )
+    for q_lengths, k_lengths in shapes:
+        given = call(q_lengths, k_lengths, dims=(32, 16))
+        own = [each.double().requires_grad_() for each in given[:3]]
+        for each in given[:3]:
+            each.requires_grad_()
+        ours, eager = compiled(*given, *learned), function(*given, *learned)
+        places = (each.tolist() for each in given[3:5])
+        exact = packed_reference(*own, *places, **rules(*learned), dtype=torch.float64)
+        results = [
+            (*each, *gradients_of(*each, [*tensors, *learned]))
+            for each, tensors in ((ours, given[:3]), (eager, given[:3]), (exact, own))
+        ]
+        for one, same, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, same, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
+    assert counter.frame_count <= 2
+
+
+def test_a_graph_of_gradients_follows_the_places() -> None:
+    """Forward and backward: the same sizes, other sequences, another longest one."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend=counter)
+    for lengths in ((5, 0, 3, 0, 17), (17, 3, 0, 5, 0), (1, 1, 6, 0, 17)):
+        arguments: list[Any] = [*call(lengths, (9, 4, 0, 0, 11))[:5], 17, 11]
+        arguments[K].requires_grad_()
+        found, wanted = (
+            torch.autograd.grad(function(*arguments).square().sum(), arguments[K])[0]
+            for function in (compiled, attention_varlen)
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["torch says no", "torch says yes"])
+def test_a_graph_says_whether_gradients_are_deterministic(
+    mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    told: list[bool] = []
+    computed = torch_path.gradients
+    monkeypatch.setattr(
+        torch_path, "gradients", lambda call, *rest: told.append(call.deterministic) or computed(call, *rest)
+    )
     arguments = call()
     arguments[Q].requires_grad_()
-    with pytest.raises(Unsupported, match=r"needs a gradient is in no graph.*torch\.no_grad"):
-        torch.compile(attention_varlen, fullgraph=True, backend="eager")(*arguments)
-    out = torch.compile(attention_varlen, backend="eager")(*arguments)
-    (found,) = torch.autograd.grad(out.exp().sum(), [arguments[Q]])
-    (wanted,) = torch.autograd.grad(attention_varlen(*arguments).exp().sum(), [arguments[Q]])
-    torch.testing.assert_close(found, wanted)
+    torch.use_deterministic_algorithms(mode)
+    try:
+        compiled = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
+        compiled(*arguments).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [mode]
+
+
+def test_a_transform_leaves_the_graph() -> None:
     torch._dynamo.reset()
-    with torch.no_grad():
-        compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(*arguments), attention_varlen(*arguments))
+    q, *rest = call()
+    gradient = torch.func.grad(lambda q: attention_varlen(q, *rest).square().sum())
+    with pytest.raises(Unsupported, match=r"a transform of torch\.func is in no graph"):
+        torch.compile(gradient, fullgraph=True, backend="eager")(q)
 
 
 def operator_arguments() -> list[tuple[Any, ...]]:
@@ -661,8 +747,39 @@ def operator_arguments() -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("arguments", operator_arguments())
 def test_the_operators_fake_says_what_the_real_one_gives(arguments: tuple[Any, ...]) -> None:
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.flashgen.attention_varlen_fwd.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.flashgen.attention_varlen_fwd.default, arguments)
+
+
+@pytest.mark.parametrize("arguments", operator_arguments())
+def test_the_operators_gradients_are_what_their_fakes_say(arguments: tuple[Any, ...]) -> None:
+    """With sinks, whose gradient is wanted with that of the LSE."""
+    arguments = (*arguments[:14], True)
+    leaves = [each.detach().requires_grad_() for each in (*arguments[:3], SINKS)]
+    opcheck = torch.library.opcheck
+    opcheck(torch.ops.flashgen.attention_varlen_fwd.default, (*leaves[:3], *arguments[3:], leaves[3]))
+    q, k, v, *told, _ = arguments
+    with torch.no_grad():
+        out, lse = torch.ops.flashgen.attention_varlen_fwd.default(*arguments, SINKS)
+        given = (q, k, v, out, lse, *told, SINKS)
+        for dlse, wanted in ((None, {}), (torch.rand_like(lse), {"of_sinks": True})):
+            call = (torch.rand_like(out), dlse, *given)
+            opcheck(torch.ops.flashgen.attention_varlen_bwd.default, call, wanted)
+
+
+def test_the_operators_take_dropout_and_what_is_learned() -> None:
+    slopes, rule, dropout = (
+        torch.rand(4),
+        score_mods.alibi().rule,
+        {"seed": torch.tensor([5]), "dropout_p": 0.3},
+    )
+    q, k, v, *places = call()
+    told = (*places, [slopes], "True", "full", rule.text, "alibi", [], 0.2)
+    leaves = [each.clone().requires_grad_() for each in (q, k, v, slopes)]
+    given = (*leaves[:3], *places, [leaves[3]], *told[5:], True)
+    torch.library.opcheck(torch.ops.flashgen.attention_varlen_fwd.default, given, dropout)
+    out, lse = torch.ops.flashgen.attention_varlen_fwd.default(q, k, v, *told, True, **dropout)
+    call_ = (torch.rand_like(out), None, q, k, v, out, lse, *told)
+    torch.library.opcheck(torch.ops.flashgen.attention_varlen_bwd.default, call_, {**dropout, "learned": [0]})
 
 
 def test_fake_tensors_are_understood() -> None:
@@ -674,8 +791,10 @@ def test_fake_tensors_are_understood() -> None:
         assert out.device.type == lse.device.type == "cuda"
         with pytest.raises(InvalidArgument, match="q has 8 heads, which must be a multiple of the 3"):
             attention_varlen(q, three, three, cu, cu, 40, 40)
-        with pytest.raises(InvalidArgument, match="needs a gradient is in no graph"):
-            attention_varlen(q.requires_grad_(), k, v, cu, cu, 40, 40)
+        q, k, sinks = torch.empty(100, 8, 64, requires_grad=True), torch.empty(100, 2, 64), torch.empty(8)
+        out = attention_varlen(q, k, k, cu.cpu(), cu.cpu(), 40, 40, sinks=sinks.requires_grad_())
+        dq, dsinks = torch.autograd.grad(out.sum(), (q, sinks))
+        assert dq.shape == q.shape and dsinks.shape == (8,)
 
 
 class Unwilling(Tensor):
@@ -720,14 +839,16 @@ def test_it_can_stand_in_an_exported_program() -> None:
 
 
 def test_the_operator_has_no_derivative_to_lose() -> None:
-    def operator(q: Tensor) -> Tensor:
+    def operator(q: Tensor, return_lse: bool = False) -> Tensor:
         operator = torch.ops.flashgen.attention_varlen_fwd
-        out, _ = operator(q, *call()[1:], [], "True", "full", "", "", [], 0.2, False)
+        out, _ = operator(q, *call()[1:], [], "True", "full", "", "", [], 0.2, return_lse)
         return out  # type: ignore[no-any-return]
 
-    out = operator(call()[Q].requires_grad_())
-    assert out.grad_fn is not None
-    with pytest.raises(InvalidArgument, match=r"no gradient; call flashgen\.attention_varlen"):
-        out.sum().backward()
+    with pytest.raises(InvalidArgument, match=r"without its LSE, .*, or call flashgen\.attention_varlen"):
+        operator(call()[Q].requires_grad_())
+    q = call()[Q].requires_grad_()
+    (dq,) = torch.autograd.grad(operator(q, True).square().sum(), q, create_graph=True)
+    with pytest.raises(NotServed, match=r"second derivative of attention is not served"):
+        dq.sum().backward()
     with pytest.raises(InvalidArgument, match=r"no forward-mode derivative .* flashgen\.attention_varlen"):
         torch.func.jvp(operator, (call()[Q],), (call()[Q],))
