@@ -45,9 +45,7 @@ def _tiling(config: Config) -> Tiling:
     walked = _walked(config)
     if not is_fused(config):
         return walked
-    return replace(
-        walked, block_m=walked.block_n, block_n=walked.block_m, by_keys=True, repeats=False
-    )
+    return replace(walked, block_m=walked.block_n, block_n=walked.block_m, by_keys=True, repeats=False)
 
 
 def _walked(config: Config) -> Tiling:
@@ -72,6 +70,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
     dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
     held, walked = (count * dims * spec.itemsize for count in (tile, block))
     layouts = (4 if 100 <= target.arch < 120 else 2) * tile * block * spec.itemsize
+    layouts += tile * block * spec.itemsize if is_fused(config) else 0  # gradients of scores, turned for dq
     layouts += tile * max(*spec.qk_chunks, *spec.v_chunks) * spec.itemsize  # a gradient on its way out
     layouts += 4 * tile * block if spec.learned else 0  # a block that is turned to be summed along diagonals
     return Shared((stages - 1) * walked, held + stages * walked + layouts + KIB)
@@ -205,9 +204,7 @@ def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Pa
 def leave_part(spec: AttentionSpec, sums: tuple[Arg, ...], rows: int) -> Part:
     """What makes q's gradient of these sums, of so many rows at once."""
     sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32"))
-    return Part(
-        "leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows)
-    )
+    return Part("leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows))
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
