@@ -153,7 +153,7 @@ def test_fused_sizes(sizes: tuple[int, int, int, int, int], layout: str) -> None
     check(workload(sizes=sizes), fused(), layout)
 
 
-@pytest.mark.parametrize("mask", [masks.full(), masks.document()], ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", [masks.full(), CAUSAL], ids=lambda m: m.describe())
 def test_fused_keys_that_do_not_exist_add_nothing(mask: Mask) -> None:
     """Of rows whose scores are under -88 the weight of a score of 0 is infinite."""
     work = workload(64, mask=mask, sizes=(1, 2, 2, 512, 700))
