@@ -702,7 +702,7 @@ def load_bundle(path: str | os.PathLike[str]) -> Bundle:
     def fallback(request: Request) -> Config | None:
         if request.target != bundle.target:
             return None
-        return bundle.fallback(request.workload.spec, request.facts)
+        return bundle.fallback(request.workload.spec, request.facts, request.refuses)
 
     def here() -> Versions:
         return replace(_versions_here(), triton=bundle.manifest.versions.triton)

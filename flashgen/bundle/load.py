@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,17 +225,16 @@ class Bundle:
         """Whether a record measured another kernel than the bundle has: its time is a hint only."""
         return record in self.manifest.stale
 
-    def find(self, spec: AttentionSpec, config: Config | None, facts: CallFacts) -> KernelEntry | None:
+    def find(self, spec: AttentionSpec, config: Config, facts: CallFacts) -> KernelEntry | None:
         """The kernel of a spec and config that serves a call best; None if there is none.
 
         Args:
             spec: exactly what the call computes, its outputs included.
-            config: None for whichever serves the call.
         """
-        for entry in self._of_spec.get(spec, ()):
-            if (config is None or entry.config == config) and serves(entry, facts):
-                return entry
-        return None
+        return next((each for each in self._serving(spec, facts) if each.config == config), None)
+
+    def _serving(self, spec: AttentionSpec, facts: CallFacts) -> Iterator[KernelEntry]:
+        return (entry for entry in self._of_spec.get(spec, ()) if serves(entry, facts))
 
     def kernel(
         self, spec: AttentionSpec, config: Config, facts: CallFacts, device_index: int = 0
@@ -263,10 +262,15 @@ class Bundle:
             )
         return self._load(entry, device_index)
 
-    def fallback(self, spec: AttentionSpec, facts: CallFacts) -> Config | None:
-        """The config of a kernel that serves a call whatever its sizes; None if the spec is not here."""
-        entry = self.find(spec, None, facts)
-        return None if entry is None else entry.config
+    def fallback(
+        self, spec: AttentionSpec, facts: CallFacts, refuses: Callable[[Config], str] = lambda config: ""
+    ) -> Config | None:
+        """The config of a kernel that serves a call whatever its sizes; None if there is none here.
+
+        Args:
+            refuses: why a config is not to serve it, or empty text.
+        """
+        return next((each.config for each in self._serving(spec, facts) if not refuses(each.config)), None)
 
     def _load(self, entry: KernelEntry, device_index: int) -> Kernel | Chain:
         with self._lock:

@@ -45,9 +45,9 @@ def wanted(spec: AttentionSpec, admission: str) -> tuple[tuple[AttentionSpec, Ca
     there may be, for aligned calls and, if the config can serve any call, for any call.
 
     Args:
-        admission: of the config, as in its record: `tma`, `tma_pack4` or `any`.
+        admission: of the config, as in its record: `tma`, `tma_pack4`, `any`, `any_unordered`.
     """
-    kinds = (ALIGNED, ANY_CALL) if admission == "any" else (ALIGNED,)
+    kinds = (ALIGNED, ANY_CALL) if admission.startswith("any") else (ALIGNED,)
     return tuple(
         (replace(spec, return_lse=lse, out_dtype=out), facts)
         for out in OUT_DTYPES[spec.dtype]

@@ -70,6 +70,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
     dims = sum(spec.qk_chunks) + sum(spec.v_chunks)
     held, walked = (count * dims * spec.itemsize for count in (tile, block))
     layouts = (4 if 100 <= target.arch < 120 else 2) * tile * block * spec.itemsize
+    layouts += tile * block * spec.itemsize if is_fused(config) else 0  # gradients of scores, turned for dq
     layouts += tile * max(*spec.qk_chunks, *spec.v_chunks) * spec.itemsize  # a gradient on its way out
     layouts += 4 * tile * block if spec.learned else 0  # a block that is turned to be summed along diagonals
     return Shared((stages - 1) * walked, held + stages * walked + layouts + KIB)

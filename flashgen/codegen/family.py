@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -437,11 +437,14 @@ class Family:
 
 @lru_cache(maxsize=64)
 def _all_configs(family: Family) -> tuple[Config, ...]:
-    options = [(name, allowed) for name, allowed in family.options if name != "splits"]
-    found = []
-    for chosen in itertools.product(*(allowed for _, allowed in options)):
-        written = [pair for pair in zip(dict(options), chosen, strict=True) if OPTIONAL[pair[0]] != pair[1]]
-        for values in itertools.product(*(allowed for _, allowed in family.tunables)):
-            named = zip(dict(family.tunables), values, strict=True)
-            found.append(Config(family.name, (*named, *written)))
-    return tuple(found)
+    options = [(name, values) for name, values in family.options if name != "splits"]
+
+    def points(tunables: Iterable[tuple[str, tuple[Value, ...]]]) -> list[tuple[tuple[str, Value], ...]]:
+        pairs = ([(name, value) for value in values] for name, values in tunables)
+        return list(itertools.product(*pairs))
+
+    return tuple(
+        Config(family.name, (*point, *((name, value) for name, value in option if value != OPTIONAL[name])))
+        for option in points(options)
+        for point in points(family.tunables)
+    )

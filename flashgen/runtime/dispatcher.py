@@ -22,7 +22,7 @@ from flashgen.build.arguments import (
 from flashgen.build.dropout import Dropout
 from flashgen.build.learned import Learned
 from flashgen.build.quantized import E4M3
-from flashgen.codegen.families import find_family, serving
+from flashgen.codegen.families import serving
 from flashgen.errors import FlashGenError, InvalidArgument, LaunchFailed, NoTunedKernel, Unsupported
 from flashgen.runtime import torch_path
 from flashgen.runtime.checks import (
@@ -601,7 +601,7 @@ class Dispatcher:
         for known, kernel in list(self._kernels.items()):
             _, config, *_ = known
             served = known[:-1] == request.kernel_key(config) and known not in self._refused
-            if served and not request.refuses(find_family(config.family), config):
+            if served and not request.refuses(config):
                 self._tell(
                     f"a CUDA graph is being captured and {request.workload.name} of [{spec.key}] is new: it "
                     f"gets {config.name}, which is loaded; call flashgen.warmup or run the model once before"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashgen.codegen.families import FAMILIES, computing, foreign
-from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit
 from flashgen.spec.attention import CallFacts, Workload
 from flashgen.spec.config import Config
@@ -46,9 +45,12 @@ class Request:
         """What identifies a loaded kernel: spec, config, facts, device."""
         return (self.workload.spec, config, self.facts, self.device)
 
-    def refuses(self, family: Family, config: Config) -> str:
-        """Why a config's kernel cannot serve a call of this kind."""
-        return family.admits(config, self.facts, self.workload.heads_per_kv, self.deterministic)
+    def refuses(self, config: Config) -> str:
+        """Why a config's kernel cannot serve calls of this kind, whatever their spec."""
+        if reason := foreign(config):
+            return reason
+        family, group = FAMILIES[config.family], self.workload.heads_per_kv
+        return family.admits(config, self.facts, group, self.deterministic)
 
 
 Loader = Callable[[Request, Config], Launchable]
@@ -182,7 +184,7 @@ class Policy:
             reason = (
                 family.supports(spec, request.target)
                 or family.fits(config, spec, request.target)
-                or request.refuses(family, config)
+                or request.refuses(config)
                 or family.crowds(config, workload, request.target)
                 or (family.idles(config, workload, request.target, request.facts) if candidate.near else "")
                 or family.outgrows(workload)

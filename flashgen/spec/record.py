@@ -121,7 +121,8 @@ class Record:
     record is then a hint only."""
     versions: Versions
     admission: str = "any"
-    """Which calls the config can serve: `tma` (aligned tensors only) or `any`."""
+    """Which calls the config can serve: `tma` (aligned tensors only) or `any`; `any_unordered` all but those
+    that have to be deterministic."""
     density: str = "full"
     """Where the mask's operands came from: `full`, `real`, or how synthetic ones were drawn."""
     created_at: str = field(default="", compare=False)

@@ -75,11 +75,14 @@ class Footprint:
             registers = tiling.max_registers or REGISTERS // (32 * tiling.warps) // 8 * 8
             return cls(tiling.warps, registers, 0, family.shared_bytes(config, spec, target).most)
         warps = tiling.num_warps
-        accumulators = tiling.rows * spec.head_dim_v / (32 * warps)
-        scores = tiling.rows * tiling.block_n / (32 * warps)
+        tile, block = _walk(tiling)
+        accumulators = tile * spec.head_dim_v / (32 * warps)
+        scores = tile * block / (32 * warps)
         if spec.op == "bwd":  # of the kernel of dk and dv; and weights beside their gradients
-            accumulators += tiling.rows * spec.head_dim / (32 * warps)
+            accumulators += tile * spec.head_dim / (32 * warps)
             scores *= 2
+        if tiling.by_keys:  # and what a block adds to dq
+            accumulators += block * spec.head_dim / (32 * warps)
         wanted = 12 + 1.33 * accumulators + 1.78 * scores
         shared = family.shared_bytes(config, spec, target).most
         return cls(
@@ -110,31 +113,34 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
         return math.inf
     spec, unit = workload.spec, roofline.unit(target)
     tiling = find_family(config.family).tiling(config)
-    if tiling.by_keys:
+    if tiling.warps and tiling.by_keys:
         return _by_keys_us(workload, tiling, target)
     if tiling.warps:
         return _specialised_us(workload, config, tiling, target)
-    block_m, block_n = tiling.rows, tiling.block_n
+    tile, block = _walk(tiling)
+    walked, heads = (workload.q_len, workload.heads_per_kv) if tiling.by_keys else (workload.k_len, 1)
     blocks = tiling.tiles(workload) * tiling.splits
     blocks_per_sm = min(blocks_per_sm, -(-blocks // target.sm_count))
 
     # Tiles at the mask's edge are computed whole: about one more for each row of tiles.
     visible = roofline.visible(workload).pairs
-    edge = 0.5 * (block_m + block_n) / block_n if visible < 1 else 0.0
-    tiles = min(visible * workload.k_len / block_n + edge, -(-workload.k_len // block_n))
+    edge = 0.5 * (tile + block) / block if visible < 1 else 0.0
+    tiles = heads * min(visible * walked / block + edge, -(-walked // block))
     tiles = _of_a_part(tiles, tiling)
 
     clock = unit.ghz * 1e3  # clocks per microsecond
     per_clock = roofline.peak_flops(workload, target) / (target.sm_count * clock * 1e6)
-    scores = block_m * block_n
-    of_keys, of_values = _PRODUCTS[spec.op]
-    products = 2.0 * scores * (of_keys * spec.head_dim + of_values * spec.head_dim_v) / per_clock
-    products /= 0.8 * _tensor_core_share(block_m, footprint.num_warps, target)
+    scores = tile * block
+    work = _WORK["fused" if tiling.by_keys else spec.op]
+    products: float = work.of_keys * spec.head_dim + work.of_values * spec.head_dim_v
+    products /= _tensor_core_share(tile, footprint.num_warps, target)
+    products += work.of_blocks * spec.head_dim / _tensor_core_share(block, footprint.num_warps, target)
+    products *= 2.0 * scores / (0.8 * per_clock)
     # Each tile also rescales the accumulator: a small block_n pays for that more often.
-    softmax = scores / unit.exp2 + (OPS_PER_SCORE * scores + block_m * spec.head_dim_v) / 128
-    loads = block_n * (spec.head_dim + spec.head_dim_v) * spec.itemsize
-    if spec.op == "bwd":
-        softmax, loads = 2 * softmax, 2 * loads
+    softmax = scores / unit.exp2 + (OPS_PER_SCORE * scores + tile * spec.head_dim_v) / 128
+    softmax *= work.passes
+    loads: float = work.passes * block * (spec.head_dim + spec.head_dim_v) * spec.itemsize
+    loads += work.of_blocks * ATOMICS * 4 * block * spec.head_dim
     traffic = loads / (roofline.bytes_per_s(target) * 4 / (target.sm_count * clock * 1e6))  # mostly from L2
     # Blocks on one multiprocessor hide each other's latency, and one's softmax the other's products.
     overlap = min(1.0, 0.5 * (blocks_per_sm - 1) + 0.1 * (tiling.num_stages - 1))
@@ -149,12 +155,34 @@ def estimate_us(workload: Workload, config: Config, footprint: Footprint, target
     # Under a causal mask tiles differ in length and later ones fill the gaps, so waves are not whole.
     waves_used = waves if visible == 1 else max(blocks / (target.sm_count * blocks_per_sm), 1.0)
     compute = waves_used * (tiles * tile_clocks + 2 * LATENCY) / clock
-    return max(compute, _loading_us(workload, blocks, target)) + _merging_us(workload, tiling, target) + 2.0
+    others = _merging_us(workload, tiling, target) + _adding_us(workload, tiling, target)
+    return max(compute, _loading_us(workload, blocks, target)) + others + 2.0
 
 
-_PRODUCTS = {"fwd": (1, 1), "bwd": (4, 3)}
-"""Of a tile, along the head dims of keys and of values. Gradients take two kernels, each with scores and
-gradients of weights and with sums of its own; their tiles have one shape, and count as one here."""
+def _walk(tiling: Tiling) -> tuple[int, int]:
+    """Positions of a tile, and of a block that it walks."""
+    tile, block = tiling.rows, tiling.block_n
+    return (block, tile) if tiling.by_keys else (tile, block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is computed of a tile with a block."""
+
+    of_keys: int
+    """Products along, or to, the head dim of keys, with as many rows as the tile has positions."""
+    of_values: int
+    passes: int = 1
+    """How often its weights are computed, and the block is read."""
+    of_blocks: int = 0
+    """Products with as many rows as the block has, whose sums leave by atomics."""
+
+
+_WORK = {"fwd": _Work(1, 1), "bwd": _Work(4, 3, passes=2), "fused": _Work(2, 2, of_blocks=1)}
+"""Gradients take two kernels, each with scores and gradients of weights and with sums of its own; their tiles
+have one shape, and count as one here. Fused they take one."""
+ATOMICS = 2.0
+"""Times what a load moves: the L2 cache reads a sum and writes it. Expected, not measured."""
 
 SPLIT_US = 3.0
 """Of the kernel that merges the parts of split keys, beside its traffic: a launch and two trips to memory."""
@@ -179,6 +207,15 @@ def _merging_us(workload: Workload, tiling: Tiling, target: Target) -> float:
         return 0.0
     rows = workload.batch * workload.heads * workload.q_len * tiling.splits
     return SPLIT_US + 2 * 4.0 * rows * (workload.spec.head_dim_v + 1) / roofline.bytes_per_s(target) * 1e6
+
+
+def _adding_us(workload: Workload, tiling: Tiling, target: Target) -> float:
+    """Clearing the float32 sums of dq, and reading them."""
+    if not tiling.by_keys:
+        return 0.0
+    rows = workload.total_q if workload.spec.packed else workload.batch * workload.q_len
+    sums = rows * workload.heads * workload.spec.head_dim
+    return 2 * 4.0 * sums / roofline.bytes_per_s(target) * 1e6
 
 
 SPECIALISED_OPS = 7.6

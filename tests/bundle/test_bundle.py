@@ -207,6 +207,10 @@ def test_every_call_of_a_spec_has_a_fallback(whole: Path, no_gpu: None) -> None:
     for facts in (ALIGNED, CallFacts("unit", tma=False), ANY_CALL):
         assert loaded.fallback(SPEC, facts) is not None
     assert loaded.fallback(SPEC, ANY_CALL) == config("pointer")
+    assert loaded.fallback(SPEC, ALIGNED) == config("tma")
+    assert loaded.fallback(SPEC, ALIGNED, lambda config: str(config["loads"] == "tma" or "")) == config(
+        "pointer"
+    )
     assert loaded.fallback(replace(SPEC, head_dim=128), ALIGNED) is None
     with pytest.raises(
         Unsupported, match=r"no kernel m64n32w4s2_tma_heads for unit calls .*; it has: m64n32w4s2_"

@@ -351,6 +351,80 @@ def test_beside_these_both_families_of_gradients_serve() -> None:
         ]
 
 
+# One kernel of all gradients, a form of the portable family
+
+BWD = FAMILIES["attention_bwd"]
+SPLIT, FUSED = (BWD.find(f"m64n32w4s2_tma_heads{form}") for form in ("", "_fused"))
+
+
+def test_the_split_form_is_named_and_written_as_ever() -> None:
+    assert SPLIT["form"] == "split" and "form" not in SPLIT.to_json() and SPLIT.name == "m64n32w4s2_tma_heads"
+    assert BWD.config(**SPLIT.to_json(), form="split") == SPLIT
+    named = "a config of attention_bwd in another form"
+    assert re.match(named, BWD.owns(Config(BWD.name, (*SPLIT.values, ("form", "split")))))
+    with pytest.raises(InvalidArgument, match=r"heads_split.: it is written m64n32w4s2_tma_heads"):
+        BWD.find("m64n32w4s2_tma_heads_split")
+    with pytest.raises(InvalidArgument, match=r"attention_bwd: form='joined'; allowed: split, fused"):
+        BWD.find("m64n32w4s2_tma_heads_joined")
+
+
+def test_the_fused_form_is_found_and_owned_by_its_name() -> None:
+    assert FUSED.name == "m64n32w4s2_tma_heads_fused" and FUSED.to_json().popitem() == ("form", "fused")
+    assert BWD.owns(Config.from_json(BWD.name, FUSED.to_json())) == ""
+    spec = replace(SPEC, sinks="bf16").backward(sinks=True)
+    names = [(part.name, part.before) for part in BWD.parts(FUSED, spec)]
+    assert names == [("prepare_rows", True), ("gradients_of_sinks", True), ("leave_dq", False)]
+    sums = BWD.scratch(FUSED, replace(spec, head_dim=72))[-1]
+    assert sums.name == "dq_sums" and sums.extents[-1].of(1) == 80, "64 + 16 columns"
+
+
+@pytest.mark.parametrize("target", ["nvidia-h200", "nvidia-a100"])
+def test_a_search_of_gradients_tries_both_forms_and_starts_with_the_split_one(target: str) -> None:
+    spec, facts = SPEC.backward(), CallFacts()
+    found = BWD.feasible(spec, TARGETS[target], facts)
+    forms = [config["form"] for config in found]
+    assert set(forms) == {"split", "fused"} and len(found) == len(set(found))
+    assert forms == sorted(forms, reverse=True), "as ever, then the others"
+    assert BWD.default(spec, TARGETS[target], facts)["form"] == "split"
+
+
+def test_a_tile_of_the_fused_form_is_of_keys() -> None:
+    work = Workload(SPEC.backward(), 2, 8, 2, 4096, 300)
+    tiling = BWD.tiling(FUSED)
+    assert (tiling.block_m, tiling.block_n, tiling.by_keys) == (32, 64, True)
+    assert tiling.tiles(work) == 2 * 2 * 5 == tiling.grid_of(work.spec).blocks(2, 2, 300, 132)
+    packed = replace(work, spec=replace(work.spec, addressing="varlen"), total_q=5000, total_k=500)
+    assert tiling.tiles(packed) == 2 * (500 // 64 + 2)
+    assert tiling.grid_of(packed.spec).rule == "packed_key_tiles"
+
+
+def test_sums_without_an_order_serve_no_deterministic_call() -> None:
+    told = "adds to a gradient in any order, and deterministic gradients are asked for"
+    hopper = FAMILIES["attention_bwd_sm90"]
+    pointers = BWD.find("m64n32w4s2_pointer_heads_fused")
+    for family, config, admission in (
+        (BWD, FUSED, "tma_unordered"),
+        (BWD, pointers, "any_unordered"),
+        (hopper, hopper.find("s2g4_shared"), "tma_unordered"),
+    ):
+        assert family.admission(config) == admission and not family.tiling(config).repeats
+        assert family.admits(config, CallFacts()) == ""
+        assert family.admits(config, CallFacts(), deterministic=True) == told
+    assert BWD.admission(SPLIT) == "tma" and BWD.admits(SPLIT, CallFacts(), deterministic=True) == ""
+
+
+def test_what_the_fused_form_leaves_to_the_split_one() -> None:
+    learning = BIASED.backward(learned=("bias",))
+    assert "no tiles of rows, which sum what a score rule learns; take form=split" in BWD.fits(
+        FUSED, learning, H200
+    )
+    assert BWD.fits(SPLIT, learning, H200) == BWD.fits(FUSED, BIASED.backward(), H200) == ""
+    wide = AttentionSpec(256, 64, "bf16").backward()
+    tall = "m16n128w4s1_pointer_heads"
+    assert BWD.fits(BWD.find(tall), wide, H200) == ""
+    assert BWD.fits(BWD.find(f"{tall}_fused"), wide, H200).startswith("holds 296 registers a thread")
+
+
 # Split keys
 
 SHORT = Workload(SPEC, 1, 32, 8, 16, 8192)

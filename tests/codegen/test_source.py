@@ -209,6 +209,14 @@ SAMPLES = {
     "bwd_dropout": bwd(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, dropout=True), "m64n64w8s2_tma_heads"
     ),
+    "bwd_fused_causal": bwd(CAUSAL, "m64n64w8s2_tma_heads_fused"),
+    "bwd_fused_documents_chunks": bwd(
+        AttentionSpec(
+            96, 72, "bf16", (masks.causal() & masks.document()).rule, score_mods.softcap(30.0).rule
+        ),
+        "m64n64w8s2_pointer_rows_fused",
+        lse=True,
+    ),
     "bwd_sm90_causal": bwd_sm90(CAUSAL, "s2g4_shared"),
     "bwd_sm90_window_softcap": bwd_sm90(
         AttentionSpec(64, 64, "fp16", masks.sliding_window(1023, 0).rule, score_mods.softcap(30.0).rule),

@@ -40,6 +40,41 @@ def test_loops_of_the_defaults_keep_their_registers(
         assert spills_in_loops(text) <= limit, f"{config.name}: {each.name}"
 
 
+@pytest.mark.parametrize("addressing", ["dense", "varlen"])
+@pytest.mark.parametrize(("mask", "loops"), [("full", 2), ("causal", 3), ("causal & document", 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("target_name", "loads", "product", "width"),
+    [("nvidia-a100", "pointer", "HMMA", 1), ("nvidia-h200", "tma", "HGMMA", 4)],
+)
+def test_one_kernel_of_all_gradients(
+    target_name: str,
+    loads: str,
+    product: str,
+    width: int,
+    head_dim: int,
+    mask: str,
+    loops: int,
+    addressing: str,
+    tmp_path: Path,
+) -> None:
+    """What it adds to dq in each loop takes as many instructions as elements, or on sm_90 a fourth."""
+    rule = parse_mask(mask).rule
+    spec = AttentionSpec(head_dim, head_dim, "bf16", rule, addressing=addressing).backward()
+    target, config = find_target(target_name), FAMILY.find(f"m64n64w8s2_{loads}_heads_fused")
+    artifact = compile_kernel(render(spec, config, toolchain()), CallFacts(), target, tmp_path)
+    assert [each.name for each in artifact.after] == ["leave_dq"]
+    assert not any(each.spill_bytes for each in (*artifact.before, *artifact.after))
+    text = sass(artifact.cubin)
+    assert product in text
+    if (mask, addressing) == ("causal & document", "varlen"):
+        loops = 1  # every block is asked of each pair
+    added = len(re.findall(r"\bREDG?\.[A-Z.]*ADD\.F32", text))
+    assert added == loops * 64 * head_dim // (32 * 8 * width)
+    assert spills_in_loops(text) <= SPILLS_LEFT_TO_THE_CLOCK
+    assert artifact.shared_bytes <= FAMILY.shared_bytes(config, spec, target).most
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("text", "most"),

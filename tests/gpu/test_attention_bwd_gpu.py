@@ -41,7 +41,7 @@ def check(
 
 def judge(inputs: Inputs, spec: AttentionSpec, config: str = "", family: Family = FAMILY) -> None:
     """Gradients of given inputs, and of the spec of their forward call, are right, and have the same bits
-    twice if the family gives them."""
+    twice if the config gives them."""
     spec, target = spec.backward(), current_target()
     rig = GradientRig(inputs, spec)
     env = rig.environment(*rig.buffers())
@@ -107,6 +107,63 @@ def test_sizes(sizes: tuple[int, int, int, int, int], layout: str) -> None:
 def test_neighbours_in_memory_are_not_read() -> None:
     work = workload(dtype="fp16", sizes=(2, 4, 2, 333, 222))
     check(work, **among_nan(make_inputs(work, DEVICE)))
+
+
+# One kernel of all gradients
+
+
+def fused(tile: str = "m64n64w8s2") -> str:
+    """The config of this tile that loads by descriptors where there are any."""
+    return f"{tile}_{'tma' if current_target().has_tma else 'pointer'}_heads_fused"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_fused_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    check(workload(*dims, dtype=dtype), fused("m32n32w8s1" if max(dims) > 128 else "m64n64w8s2"))
+
+
+def test_fused_float32() -> None:
+    check(workload(64, dtype="fp32", sizes=(1, 2, 1, 300, 300)), "m32n32w8s1_pointer_heads_fused")
+
+
+@pytest.mark.parametrize("mask", TABLE + COMBINED, ids=lambda m: m.describe())
+def test_fused_masks(mask: Mask) -> None:
+    check(workload(mask=mask, sizes=(2, 4, 2, 500, 700)), fused())
+
+
+@pytest.mark.parametrize(
+    "mod", [m for e in SCORE_MODS.values() for m in e.examples()], ids=lambda m: m.describe()
+)
+def test_fused_score_rules(mod: ScoreMod) -> None:
+    check(workload(score_mod=mod, sizes=(2, 4, 2, 500, 700)), fused())
+
+
+@pytest.mark.parametrize("loads", ["tma_heads", "pointer_rows"])
+@pytest.mark.parametrize("tile", CONFIGS)
+def test_fused_configs(tile: str, loads: str) -> None:
+    if loads.startswith("tma") and not current_target().has_tma:
+        pytest.skip("descriptors need sm_90")
+    check(workload(), f"{tile}_{loads}_fused")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_fused_sizes(sizes: tuple[int, int, int, int, int], layout: str) -> None:
+    check(workload(sizes=sizes), fused(), layout)
+
+
+@pytest.mark.parametrize("mask", [masks.full(), CAUSAL], ids=lambda m: m.describe())
+def test_fused_keys_that_do_not_exist_add_nothing(mask: Mask) -> None:
+    """Of rows whose scores are under -88 the weight of a score of 0 is infinite."""
+    work = workload(64, mask=mask, sizes=(1, 2, 2, 512, 700))
+    inputs = make_inputs(work, DEVICE)
+    check(work, fused(), q=inputs.q.abs() * 4 + 4, k=-inputs.k.abs() * 4 - 4)
+
+
+def test_fused_neighbours_in_memory_are_not_read() -> None:
+    work = workload(dtype="fp16", sizes=(2, 4, 2, 333, 222))
+    check(work, fused(), **among_nan(make_inputs(work, DEVICE)))
 
 
 # Calls of users

@@ -23,6 +23,7 @@ from flashgen.spec import masks, score_mods
 from flashgen.spec.masks import Mask
 
 CONFIGS = ("m64n64w4s2_tma_heads", "m64n64w4s2_pointer_rows", "m32n64w4s1_tma_rows")
+CONFIGS += ("m64n64w8s2_tma_heads_fused", "m64n64w8s2_pointer_rows_fused")
 
 
 @pytest.mark.parametrize("config", CONFIGS)

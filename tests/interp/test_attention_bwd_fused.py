@@ -56,7 +56,7 @@ def test_score_rules(mod: ScoreMod, mask: Mask) -> None:
     check(workload(mask=mask, score_mod=mod, q_len=33, k_len=50), f"{SMALL}_tma_rows_fused")
 
 
-@pytest.mark.parametrize("dims,loads", zip(DIMS, cycle(("tma", "pointer"))), ids=str)
+@pytest.mark.parametrize("dims,loads", list(zip(DIMS, cycle(("tma", "pointer")))), ids=str)
 def test_head_dims(dims: tuple[int, int], loads: str) -> None:
     check(workload(*dims, heads=1, q_len=40, k_len=36), f"{SMALL}_{loads}_heads_fused")
 
@@ -90,12 +90,16 @@ def test_dk_and_dv_are_those_of_the_split_form() -> None:
         assert all(torch.equal(a, b) for a, b in zip(fused, split, strict=True))
 
 
+ONE_DOCUMENT = masks.document(torch.zeros(2, 70, dtype=torch.int32))
+"""Lists: each block is seen as a whole."""
+
+
 @pytest.mark.parametrize("loads", ["tma", "pointer"])
-@pytest.mark.parametrize("mask", [masks.full(), masks.document()], ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), ONE_DOCUMENT], ids=lambda m: m.describe())
 def test_keys_that_do_not_exist_add_nothing(mask: Mask, loads: str) -> None:
     """Of rows with scores under -88, whose LSE makes the weight of a score of 0 infinite."""
     work = workload(64, dtype="fp16", mask=mask, heads=1, q_len=64, k_len=70)
-    inputs = make_inputs(work, "cpu")
+    inputs = replace(make_inputs(work, "cpu"), mask=mask)
     inputs = replace(inputs, q=inputs.q.abs() + 2, k=-inputs.k.abs() - 2, scale=1.0)
     judge(inputs, work.spec, f"{SMALL}_{loads}_heads_fused")
 
@@ -142,7 +146,7 @@ def test_scales_that_are_not_positive(scale: float) -> None:
 # Packed sequences
 
 
-@pytest.mark.parametrize("mask,loads", zip(TABLE_MASKS + COMBINED, cycle(("tma", "pointer"))), ids=str)
+@pytest.mark.parametrize("mask,loads", list(zip(TABLE_MASKS + COMBINED, cycle(("tma", "pointer")))), ids=str)
 def test_masks_of_packed_sequences(mask: Mask, loads: str) -> None:
     judge(*packed(mask=mask), f"{SMALL}_{loads}_heads_fused")
 

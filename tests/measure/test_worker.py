@@ -77,6 +77,14 @@ def test_c28_a_wrong_output_is_refused_with_its_reason(
     assert shared.child.starts == starts, "the process did nothing wrong and goes on"
 
 
+def test_a_config_whose_sums_have_no_order_may_vary() -> None:
+    """Both of two runs are judged instead; the same family's other form may not."""
+    split, fused = (FAMILIES["attention_bwd"].find(f"m64n64w4s2_tma_heads{form}") for form in ("", "_fused"))
+    kernels = {split.name: "varies", fused.name: "varies"}
+    with Worker(entry="misbehave:cpu_executor", options={"kernels": kernels}) as made:
+        assert [measure(made, each).status for each in (fused, split)] == [Status.OK, Status.UNSTABLE]
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
     [

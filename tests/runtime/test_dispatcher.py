@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -945,7 +946,7 @@ def test_kernels_that_add_in_any_order_serve_no_deterministic_gradients() -> Non
     loose = module.check(q, k, v, CAUSAL, None, None, "bhsd", True)
     exact = replace(loose, deterministic=True)
     tuned = record(work=loose.gradients_workload(False, False, ()))
-    parts = make([replace(tuned, config=hopper, admission="tma")])
+    parts = make([replace(tuned, config=hopper, admission="tma_unordered")])
     lse = torch.zeros(q.shape[:3])
 
     def gradients(call: module.Call) -> None:
@@ -965,7 +966,36 @@ def test_kernels_that_add_in_any_order_serve_no_deterministic_gradients() -> Non
     assert [kernel.config.family for kernel in parts.loads.kernels] == ["attention_bwd_sm90", "attention_bwd"]
     assert [len(kernel.launches) for kernel in parts.loads.kernels] == [2, 1]
     told = str(parts.dispatcher.explain(exact, q.get_device(), gradients=True))
-    assert "attention_bwd_sm90 adds to a gradient in any order, and deterministic gradients are asked" in told
+    assert re.search(rf"{hopper.name}.*{UNORDERED}", told)
+
+
+UNORDERED = "adds to a gradient in any order, and deterministic gradients are asked for"
+
+
+def test_deterministic_gradients_have_the_best_kernel_of_those_that_repeat() -> None:
+    """However many of the others are faster, in this family and beside it."""
+    portable, hopper = find_family("attention_bwd"), find_family("attention_bwd_sm90")
+    fused = [portable.find(f"m64n64w{w}s{s}_tma_heads_fused") for w in (4, 8) for s in (1, 2, 3)]
+    others = [hopper.find(f"s2g{group}_shared") for group in (1, 4, 16)]
+    split = [portable.find(f"m64n64w4s{s}_tma_heads") for s in (3, 1)]
+    q, k, v = tensors()
+    loose = module.check(q, k, v, CAUSAL, None, None, "bhsd", True)
+    work = loose.gradients_workload(False, False, ())
+    parts = make(
+        [
+            replace(
+                record(10.0 + i, work=work), config=each, admission=find_family(each.family).admission(each)
+            )
+            for i, each in enumerate((*fused, *others, *split))
+        ]
+    )
+    lse = torch.zeros(q.shape[:3])
+    for call, wanted in ((loose, fused[0]), (replace(loose, deterministic=True), split[0])):
+        parts.dispatcher.gradients(call, q, lse, q, None)
+        assert parts.loads.launched[-1] == wanted.name
+    told = parts.dispatcher.explain(replace(loose, deterministic=True), q.get_device(), gradients=True)
+    steps = [step for step in told.steps if step.choice == fused[0].name]
+    assert [(step.verdict, step.reason) for step in steps] == [("rejected", UNORDERED)]
 
 
 # Devices

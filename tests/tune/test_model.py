@@ -12,6 +12,7 @@ import pytest
 
 from flashgen.build.artifact import Artifact
 from flashgen.codegen.abi import DescriptorFacts
+from flashgen.codegen.attention_bwd import ATTENTION_BWD
 from flashgen.codegen.attention_bwd_sm90 import ATTENTION_BWD_SM90
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.family import Family
@@ -168,6 +169,38 @@ def test_few_rows_are_expected_to_gain_by_splits_until_the_gpu_is_full(
     assert times[4] > roofline.floor_us(few, H200)
     many, short = replace(few, q_len=16384), replace(few, k_len=256)
     assert expected(many, 2) > expected(many, 1) and expected(short, 2) > expected(short, 1)
+
+
+def test_one_kernel_of_gradients_is_expected_to_spare_products_and_pays_for_its_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many pairs, whichever side a tile is of; five products of seven; float32 sums cleared, and read."""
+    spec = sized(full(), 4096).spec.backward()
+    of = replace(sized(full(), 4096), spec=replace(spec, head_dim=64, head_dim_v=64))
+    found = Footprint(num_warps=4, registers=168, spill_bytes=0, shared_bytes=66560)
+    family = ATTENTION_BWD
+    monkeypatch.setitem(FAMILIES, family.name, family)
+
+    def estimated(name: str, work: Workload) -> float:
+        return estimate_us(work, family.find(name), found, H200)
+
+    def ratio(work: Workload) -> float:
+        split, fused = (estimated(f"m64n64w4s2_tma_heads{form}", work) for form in ("", "_fused"))
+        return fused / split
+
+    assert 5 / 7 < ratio(of) < 0.9 < ratio(replace(of, k_len=128))
+    grouped = replace(of, kv_heads=of.heads // 4)
+    assert estimated("m64n64w4s2_tma_heads_fused", grouped) == pytest.approx(
+        estimated("m64n64w4s2_tma_heads_fused", of), rel=0.05
+    )
+    packed = replace(of, spec=replace(of.spec, addressing="varlen"), total_q=of.batch * of.q_len)
+    packed = replace(packed, total_k=of.batch * of.k_len)
+    assert estimated("m64n64w4s2_tma_heads_fused", packed) == pytest.approx(
+        estimated("m64n64w4s2_tma_heads_fused", of), rel=0.1
+    )
+    names = [family.find(f"m64n64w4s2_tma_heads{form}") for form in ("", "_fused")]
+    split, fused = (Footprint.expected(config, of.spec, H200) for config in names)
+    assert fused.registers > split.registers, "a block's part of dq is held beside dk and dv"
 
 
 def test_a_kernel_that_cannot_run_is_refused_with_the_reason() -> None:
