@@ -165,6 +165,19 @@ def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Pa
     return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
 
 
+def sink_parts(spec: AttentionSpec, buffers: tuple[Arg, ...]) -> tuple[Part, ...]:
+    """The kernel of the sinks' gradient, from what is prepared of the rows in these buffers; or none."""
+    if not spec.sinks:
+        return ()
+    arguments = (
+        buffers,
+        *sink_arguments(spec.sinks),
+        (Arg("DSINKS", "dsinks", "*fp32"),),
+        (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+    )
+    return (Part("gradients_of_sinks", True, arguments, Grid("heads", 1), num_warps=8),)
+
+
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     """What is prepared of the rows, then the gradients of k and v, and of sinks; the main kernel computes
     that of q."""
@@ -176,15 +189,9 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
         *(tensor_arguments(each, spec.dtype, spec.packed) for each in ("DK", "DV")),
         *_rest(config, spec, "q"),
     )
-    of_sinks = (
-        _ROW_BUFFERS,
-        *sink_arguments(spec.sinks),
-        (Arg("DSINKS", "dsinks", "*fp32"),),
-        (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
-    )
     return (
         prepare_part(spec, _ROW_BUFFERS, ROWS_AT_ONCE),
-        *([Part("gradients_of_sinks", True, of_sinks, Grid("heads", 1), num_warps=8)] if spec.sinks else []),
+        *sink_parts(spec, _ROW_BUFFERS),
         *lists.parts(spec, tiling, "k"),
         *lists.parts(spec, tiling, "q"),
         Part(
@@ -212,7 +219,8 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
 
 
 def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
-    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients."""
+    """What templates of gradients read beside what all do: rules along rows, chunks of gradients, and the
+    rows of a step of a sink's program."""
     from flashgen.codegen import lists
     from flashgen.codegen.expressions import render_mask, render_score
 
@@ -226,11 +234,12 @@ def gradient_values(spec: AttentionSpec) -> dict[str, Any]:
         "dq_chunks": chunks(spec, "DQ"),
         "dk_chunks": chunks(spec, "DK"),
         "dv_chunks": chunks(spec, "DV"),
+        "rows_of_a_sink": ROWS_OF_A_SINK,
     }
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
-    return gradient_values(spec) | {"rows_at_once": ROWS_AT_ONCE, "rows_of_a_sink": ROWS_OF_A_SINK}
+    return gradient_values(spec) | {"rows_at_once": ROWS_AT_ONCE}
 
 
 ATTENTION_BWD = Family(

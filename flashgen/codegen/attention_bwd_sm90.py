@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
-from flashgen.codegen.attention_bwd import gradient_values, prepare_part
+from flashgen.codegen.attention_bwd import gradient_values, prepare_part, sink_parts
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.family import Family, Shared, Tiling, listed
@@ -109,8 +109,7 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 def _leaves(spec: AttentionSpec) -> str:
     reasons = {
         "computes gradients of dense calls, and these sequences are packed": spec.packed,
-        "computes gradients of q, k and v, and those of sinks are asked for, too": spec.sinks,
-        "computes gradients of q, k and v, and those of what the score rule reads "
+        "computes gradients of q, k, v and sinks, and those of what the score rule reads "
         f"({', '.join(spec.learned)}) are asked for, too": spec.learned,
         "walks ranges of rows, and this mask lists blocks of them": listed(spec.mask, "q"),
     }
@@ -228,7 +227,7 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
-    """What is prepared of the rows, before; and after, dq from its sums."""
+    """What is prepared of the rows, and the sinks' gradient from it, before; and after, dq from its sums."""
     sums = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _sums(spec))
     stats = Arg("ROW_STATS", "scratch.row_stats", "*fp32")
     leave = (
@@ -238,6 +237,7 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     )
     return (
         prepare_part(spec, (stats, *sums), ROWS),
+        *sink_parts(spec, (stats,)),
         Part("leave_dq", False, leave, Grid("row_tiles", ROWS)),
     )
 

@@ -316,7 +316,6 @@ def test_a_default_of_the_hopper_family_of_gradients_fits_all_head_dims() -> Non
 BIASED = replace(SPEC, score_mod=score_mods.bias("bhqk", "bf16").rule)
 LEFT_TO_THE_PORTABLE_FAMILY = [
     (replace(SPEC, addressing="varlen").backward(), "dense calls, and these sequences are packed"),
-    (replace(SPEC, sinks="bf16").backward(sinks=True), "those of sinks are asked for, too"),
     (BIASED.backward(learned=("bias",)), "those of what the score rule reads (bias) are asked for, too"),
     (replace(SPEC, dropout=True).backward(), "draws no random numbers, which dropout needs"),
     (replace(SPEC, mask=masks.document().rule).backward(), "this mask lists blocks of them"),
@@ -339,6 +338,7 @@ def test_beside_these_both_families_of_gradients_serve() -> None:
         SPEC.backward(),
         SPEC.backward(lse=True),
         replace(SPEC, sinks="bf16").backward(),
+        replace(SPEC, sinks="bf16").backward(sinks=True),
         BIASED.backward(),
     ):
         assert [each.name for each in serving(spec, H200, CallFacts())] == [

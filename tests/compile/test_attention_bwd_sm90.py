@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,16 @@ def test_registers_are_dealt_out_to_the_last(tmp_path: Path) -> None:
     first, *others = 216, 208, 64, 24
     assert {str(each) for each in (first, *others)} <= set(dealt)
     assert first + sum(others) == 4 * 128
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_gradient_of_sinks_is_another_part(dim: int, tmp_path: Path) -> None:
+    spec = replace(AttentionSpec(dim, dim, "bf16", CAUSAL), sinks="bf16").backward(sinks=True)
+    config = FAMILY.default(spec, H200, ALIGNED)
+    artifact = compile_kernel(render(spec, config, toolchain()), ALIGNED, H200, tmp_path)
+    assert [part.name for part in artifact.before] == ["prepare_rows", "gradients_of_sinks"]
+    assert artifact.before[1].spill_bytes == 0
+    assert spills_in_loops(sass(artifact.cubin)) <= (SPILLS_LEFT_TO_THE_CLOCK if dim == 128 else 0)
 
 
 def test_a_rule_that_takes_too_many_registers_is_left_to_the_portable_family(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.device import current_target
 from flashgen.build.inputs import make_inputs
 from flashgen.build.launch import load_kernel
+from flashgen.build.reference import attention_reference
 from flashgen.codegen.families import find_family
 from flashgen.codegen.family import listed
 from flashgen.codegen.source import render
@@ -100,6 +102,29 @@ SIZES = ((1, 1, 1, 1, 1), (3, 6, 2, 65, 1000), (2, 4, 4, 1000, 65), (1, 8, 1, 40
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int, int], head_dim: int, layout: str) -> None:
     right(workload(head_dim, sizes=sizes), layout=layout)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_sinks(head_dim: int) -> None:
+    """Over more rows than one step of a sink's program has, which are no whole blocks."""
+    work = workload(head_dim, sizes=(2, 4, 2, 4500, 300))
+    logits = torch.tensor([3.0, -2.0, 0.5, 0.0], device=DEVICE)
+    inputs = replace(make_inputs(work, DEVICE), sinks=logits)
+    spec, target = replace(work.spec, sinks="fp32").backward(sinks=True), current_target()
+    config = FAMILY.default(spec, target, CallFacts())
+    kernel = load_kernel(compile_kernel(render(spec, config, toolchain()), CallFacts(), target))
+    rig, dsinks = GradientRig(inputs, spec), torch.full_like(logits, torch.nan)
+
+    def run(*buffers: torch.Tensor) -> None:
+        env = inputs.gradient_environment(rig.out, rig.lse, (rig.dout, *buffers), rig.dlse, dsinks=dsinks)
+        kernel.launch(env, torch.cuda.current_stream().cuda_stream)
+
+    verdict, _ = rig.examine(run)
+    assert verdict.ok, verdict.reason
+    own = [each.double().requires_grad_() for each in (*inputs.true(), logits)]
+    out, _ = attention_reference(*own[:3], mask=inputs.mask, sinks=own[3], dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(out, own[3:], inputs.bhsd(rig.dout).double())
+    torch.testing.assert_close(dsinks.double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -25,13 +25,13 @@ from test_attention_fwd import COMBINED, TABLE_MASKS, random_mask, workload
 
 from flashgen.build.compile import toolchain
 from flashgen.build.inputs import Inputs, make_inputs
-from flashgen.build.reference import attention_reference, gradients_reference
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.family import listed
 from flashgen.codegen.source import KernelSource, render
-from flashgen.measure.check import FACTOR
+from flashgen.measure.check import FACTOR, reference
+from flashgen.measure.check_gradients import gradients_of
 from flashgen.spec import masks, score_mods
-from flashgen.spec.attention import CallFacts, Workload
+from flashgen.spec.attention import AttentionSpec, CallFacts, Workload
 from flashgen.spec.masks import Mask
 from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
 
@@ -40,29 +40,40 @@ PLAIN, LOADED, EXCHANGED = "s2g4_shared", "s2g4_registers", "s2g4_exchanged"
 
 
 def run(
-    inputs: Inputs, source: KernelSource, dout: torch.Tensor, dlse: torch.Tensor | None = None
+    inputs: Inputs,
+    source: KernelSource,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    dsinks: torch.Tensor | None = None,
 ) -> Gradients:
-    """(dq, dk, dv) as (batch, heads, rows, dims), from NaN-filled buffers; out and LSE of the reference."""
-    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
-    out, lse = attention_reference(*inputs.true(), **rules)
-    out = inputs.bhsd(out.to(inputs.q.dtype)).contiguous()
+    """(dq, dk, dv) as (batch, heads, rows, dims), from NaN-filled buffers; out and LSE of the reference. The
+    gradient of the sinks goes into `dsinks`, if that is given."""
+    result, lse = reference(inputs.true(), inputs, torch.float32)
+    out = inputs.bhsd(result.to(inputs.q.dtype)).contiguous()
     made = [torch.full(each.shape, math.nan, dtype=each.dtype) for each in (inputs.q, inputs.k, inputs.v)]
-    gluon.run(source, CallFacts(), inputs.gradient_environment(out, lse, (dout, *made), dlse, pointers=False))
+    env = inputs.gradient_environment(
+        out, lse.contiguous(), (dout, *made), dlse, pointers=False, dsinks=dsinks
+    )
+    gluon.run(source, CallFacts(), env)
     dq, dk, dv = (inputs.bhsd(each) for each in made)
     return dq, dk, dv
 
 
 def check(work: Workload, config: str = PLAIN, layout: str = "bhsd", with_lse: bool = False) -> None:
     """The kernels err at most twice as much as the definition that rounds where they round."""
-    inputs = make_inputs(work, "cpu", layout)
+    judge(make_inputs(work, "cpu", layout), work.spec, config, with_lse)
+
+
+def judge(inputs: Inputs, spec: AttentionSpec, config: str = PLAIN, with_lse: bool = False) -> None:
+    """`check` of given inputs."""
     dout, dlse = given(inputs, with_lse)
-    source = render(work.spec.backward(with_lse), FAMILY.find(config), toolchain())
+    source = render(spec.backward(with_lse), FAMILY.find(config), toolchain())
     wanted = exact(inputs, dout, dlse)
-    rules = {"mask": inputs.mask, "score_mod": inputs.score_mod, "scale": inputs.scale}
-    rounded = gradients_reference(*inputs.true(), inputs.bhsd(dout), dlse, **rules, round_to=inputs.q.dtype)
-    both = errors(run(inputs, source, dout, dlse), wanted), errors(rounded, wanted)
+    found = run(inputs, source, dout, dlse)
+    rounded = gradients_of(inputs, inputs.bhsd(dout), dlse, round_to=inputs.q.dtype)
+    both = errors(found, wanted), errors(rounded, wanted)
     for name, error, allowed in zip(("dq", "dk", "dv"), *both, strict=True):
-        limit = FACTOR * allowed + FLOOR[work.spec.dtype]
+        limit = FACTOR * allowed + FLOOR[spec.dtype]
         assert error <= limit, f"{name}: relative error {error:.3g} is over {limit:.3g}"
 
 
@@ -147,6 +158,34 @@ def test_head_groups(heads: int, kv_heads: int, group: int, layout: str) -> None
         check(work, f"s3g{group}_{operands}", layout)
 
 
+BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
+
+
+@BOTH
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("mask", [masks.sliding_window(70, 0), masks.causal()], ids=lambda m: m.describe())
+def test_gradients_of_sinks(mask: Mask, with_lse: bool, dim: int, config: str) -> None:
+    """Over more rows than one step of a sink's program has, which are no whole blocks; rows without a key
+    have the sink as LSE, and a sink of -inf takes no weight and gets no gradient."""
+    work = workload(dim, 16, dtype="fp16", mask=mask, batch=2, heads=4, kv_heads=2, q_len=150, k_len=140)
+    inputs = replace(make_inputs(work, "cpu"), sinks=torch.tensor([3.0, -2.0, 0.5, -math.inf]))
+    spec = replace(work.spec, sinks="fp32")
+    dout, dlse = given(inputs, with_lse)
+    if dlse is not None:
+        dlse[:, 3, :10] = 0.0  # the LSE of those is -inf, and has no gradient
+    *wanted, wanted_sinks = exact(inputs, dout, dlse)
+    source = render(spec.backward(with_lse, sinks=True), FAMILY.find(config), toolchain())
+    assert "ROWS_OF_A_SINK = tl.constexpr(4096)" in source.text
+    for step in (128, 4096):
+        dsinks = torch.full((4,), math.nan)
+        text = source.text.replace("constexpr(4096)", f"constexpr({step})")
+        found = run(inputs, replace(source, text=text), dout, dlse, dsinks)
+        assert max(errors(found, tuple(wanted))) < 1e-3
+        assert wanted_sinks[:3].abs().min() > 0.01
+        torch.testing.assert_close(dsinks[:3].double(), wanted_sinks[:3], rtol=1e-3, atol=2e-3)
+        assert dsinks[3] == 0
+
+
 def test_small_weights_are_exchanged_with_all_their_digits() -> None:
     """The first key has nearly all the weight, another 2^-20, of which float16 has 4 bits, bf16 8."""
     work = workload(144, 16, dtype="bf16", mask=masks.full(), heads=1, kv_heads=1, q_len=100, k_len=70)
@@ -155,8 +194,7 @@ def test_small_weights_are_exchanged_with_all_their_digits() -> None:
     inputs = replace(inputs, q=inputs.q * 0.25 + 1, k=inputs.k * 0.25 + 14 / 12 * first.to(inputs.k.dtype))
     dout, _ = given(inputs)
     source = render(work.spec.backward(), FAMILY.find(EXCHANGED), toolchain())
-    rules = {"mask": inputs.mask, "scale": inputs.scale, "round_to": inputs.q.dtype}
-    rounded = gradients_reference(*inputs.true(), inputs.bhsd(dout), None, **rules)
+    rounded = gradients_of(inputs, inputs.bhsd(dout), None, round_to=inputs.q.dtype)
     wanted = exact(inputs, dout)[1][:, :, 1:]
     lost, allowed = (
         float((made[1][:, :, 1:].double() - wanted).norm() / wanted.norm())
@@ -165,10 +203,7 @@ def test_small_weights_are_exchanged_with_all_their_digits() -> None:
     assert lost <= 1.05 * allowed < 0.01, (lost, allowed)
 
 
-BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
-
-
-def gradients_of(mask: Mask, q_len: int, k_len: int, dim: int, config: str) -> Gradients:
+def found_of(mask: Mask, q_len: int, k_len: int, dim: int, config: str) -> Gradients:
     work = workload(dim, dtype="bf16", mask=mask, q_len=q_len, k_len=k_len)
     inputs = make_inputs(work, "cpu")
     source = render(work.spec.backward(), FAMILY.find(config), toolchain())
@@ -178,7 +213,7 @@ def gradients_of(mask: Mask, q_len: int, k_len: int, dim: int, config: str) -> G
 @BOTH
 def test_a_row_that_sees_no_key_has_no_gradient(dim: int, config: str) -> None:
     """The last 70 of 200 rows see keys."""
-    dq, dk, dv = gradients_of(masks.causal(), 200, 70, dim, config)
+    dq, dk, dv = found_of(masks.causal(), 200, 70, dim, config)
     assert not dq[:, :, :130].any() and dq[:, :, 131:].any(-1).all()
     assert dk.isfinite().all() and dv.any(-1).all()
 
@@ -197,7 +232,7 @@ def test_a_bias_of_minus_infinity_is_no_weight(dim: int) -> None:
 @BOTH
 def test_a_key_that_no_row_sees_has_no_gradient(dim: int, config: str) -> None:
     """The first row is at position 230 of 300, so the tile of the first 128 keys has no block to visit."""
-    dq, dk, dv = gradients_of(masks.sliding_window(9, 0), 70, 300, dim, config)
+    dq, dk, dv = found_of(masks.sliding_window(9, 0), 70, 300, dim, config)
     assert not dk[:, :, :221].any() and not dv[:, :, :221].any()
     assert dv[:, :, 221:].any(-1).all() and dq.isfinite().all()
 
