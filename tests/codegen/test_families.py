@@ -318,7 +318,6 @@ LEFT_TO_THE_PORTABLE_FAMILY = [
     (replace(SPEC, addressing="varlen").backward(), "dense calls, and these sequences are packed"),
     (BIASED.backward(learned=("bias",)), "those of what the score rule reads (bias) are asked for, too"),
     (replace(SPEC, dropout=True).backward(), "draws no random numbers, which dropout needs"),
-    (replace(SPEC, mask=masks.document().rule).backward(), "this mask lists blocks of them"),
     (AttentionSpec(64, 64, "fp32").backward(), "serves fp16, bf16, not fp32"),
 ]
 
@@ -339,6 +338,7 @@ def test_beside_these_both_families_of_gradients_serve() -> None:
         SPEC.backward(lse=True),
         replace(SPEC, sinks="bf16").backward(),
         replace(SPEC, sinks="bf16").backward(sinks=True),
+        replace(SPEC, mask=masks.document().rule).backward(),
         BIASED.backward(),
     ):
         assert [each.name for each in serving(spec, H200, CallFacts())] == [

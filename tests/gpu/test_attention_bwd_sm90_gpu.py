@@ -17,7 +17,6 @@ from flashgen.build.inputs import make_inputs
 from flashgen.build.launch import load_kernel
 from flashgen.build.reference import attention_reference
 from flashgen.codegen.families import find_family
-from flashgen.codegen.family import listed
 from flashgen.codegen.source import render
 from flashgen.measure.check_gradients import GradientRig
 from flashgen.spec.attention import CallFacts, Workload
@@ -54,13 +53,15 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     right(workload(*dims, dtype=dtype))
 
 
-SERVED = [mask for mask in TABLE + COMBINED if not listed(mask.rule, "q")]
-
-
-@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", TABLE + COMBINED, ids=lambda m: m.describe())
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_masks(mask: Mask, head_dim: int) -> None:
     right(workload(head_dim, mask=mask, sizes=(2, 4, 2, 500, 700)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lists_of_each_head(head_dim: int) -> None:
+    right(workload(head_dim, mask=masks.block_sparse("batch_heads", 64), sizes=(2, 4, 2, 1000, 1000)))
 
 
 RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import count
 from random import Random
 
 import gluon
@@ -26,7 +25,6 @@ from test_attention_fwd import COMBINED, TABLE_MASKS, random_mask, workload
 from flashgen.build.compile import toolchain
 from flashgen.build.inputs import Inputs, make_inputs
 from flashgen.codegen.families import FAMILIES
-from flashgen.codegen.family import listed
 from flashgen.codegen.source import KernelSource, render
 from flashgen.measure.check import FACTOR, reference
 from flashgen.measure.check_gradients import gradients_of
@@ -37,6 +35,7 @@ from flashgen.spec.score_mods import SCORE_MODS, ScoreMod
 
 FAMILY = FAMILIES["attention_bwd_sm90"]
 PLAIN, LOADED, EXCHANGED = "s2g4_shared", "s2g4_registers", "s2g4_exchanged"
+BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
 
 
 def run(
@@ -114,28 +113,50 @@ def test_head_dims_over_128(dims: tuple[int, int], dtype: str) -> None:
     check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), EXCHANGED, with_lse=True)
 
 
-SERVED = [mask for mask in TABLE_MASKS + COMBINED if not listed(mask.rule, "q")]
-
-
-@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
 def test_masks(mask: Mask) -> None:
     check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200))
 
 
-@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
 def test_masks_at_head_dims_over_128(mask: Mask) -> None:
     check(workload(160, 16, dtype="bf16", mask=mask, heads=2, q_len=150, k_len=200), EXCHANGED)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_combinations(seed: int) -> None:
-    """Unions whose ranges of rows overlap, touch, are empty or out of order at run time."""
+    """Unions whose ranges of rows overlap, touch, are empty or out of order at run time, and lists."""
     random = Random(seed)
-    drawn = (random_mask(random) for _ in count())
-    mask = next(mask for mask in drawn if not listed(mask.rule, "q"))
+    mask = random_mask(random)
     q_len, k_len = random.choice(((140, 170), (130, 70), (265, 65), (140, 3)))
     for dim, config in ((16, PLAIN), (144, EXCHANGED)):
         check(workload(dim, 16, dtype="bf16", mask=mask, batch=2, heads=1, q_len=q_len, k_len=k_len), config)
+
+
+def listed_of(mask: Mask, dim: int = 64, q_len: int = 300) -> tuple[Inputs, AttentionSpec]:
+    """Of two sequences, 300 keys each."""
+    work = workload(dim, dtype="bf16", mask=mask, batch=2, heads=4, kv_heads=2, q_len=q_len, k_len=300)
+    return replace(make_inputs(work, "cpu"), mask=mask), work.spec
+
+
+# Tiles that keep some blocks in part and others as a whole, of one sequence none in part; the last is ragged.
+TWO = torch.tensor([[0] * 128 + [1] * 172, [0] * 40 + [1] * 100 + [2] * 160], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (128, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize("q_len", [300, 170])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lists_of_rows(causal: bool, q_len: int, dim: int, config: str) -> None:
+    """Where rows are fewer than keys, the first tile of a sequence has a masked block alone."""
+    mask = masks.document(TWO)
+    judge(*listed_of(masks.causal() & mask if causal else mask, dim, q_len), config)
+
+
+@BOTH
+def test_lists_of_each_head(dim: int, config: str) -> None:
+    kept = torch.rand((1, 4, 5, 5), generator=torch.Generator().manual_seed(0)) < 0.5
+    kept[:, 1] = False
+    judge(*listed_of(masks.block_sparse(kept, 64), dim), config)
 
 
 RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
@@ -156,9 +177,6 @@ def test_head_groups(heads: int, kv_heads: int, group: int, layout: str) -> None
     for dims, operands in (((16, 16), "shared"), ((192, 128), "exchanged")):
         work = workload(*dims, dtype="bf16", batch=2, heads=heads, kv_heads=kv_heads, q_len=140, k_len=140)
         check(work, f"s3g{group}_{operands}", layout)
-
-
-BOTH = pytest.mark.parametrize(("dim", "config"), [(32, PLAIN), (160, EXCHANGED)])
 
 
 @BOTH
@@ -282,6 +300,38 @@ MISTAKES_OF_AN_EXCHANGE = {
     "one consumer frees a stage for both": (r"(dout_empty.index\(i\), count=)CONSUMERS", r"\g<1>1", ""),
     "dv keeps the size of the lifted weights": (r"(dv_\d+) \* LOWER\)", r"\1)", ""),
 }  # fmt: skip
+
+LISTED_MISTAKES = {
+    "whole blocks are read from the front": (r"place \+= 1 - 2 \* whole", "place += 1"),
+    "the adder walks another list": (r"(def adder(?:.*\n)+? +listed = LISTS )", r"\1+ stride_ln "),
+    "blocks kept in part are taken whole": (r"if \(whole == 0\) \| ragged", "if ragged"),
+    "keys that do not exist are not masked in whole blocks": (
+        r"\(whole == 0\) \| ragged",
+        "whole == 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize("mistake", LISTED_MISTAKES)
+def test_the_stand_in_sees_mistakes_in_lists(
+    mistake: str, dim: int, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon, "PATIENCE_S", 2.0)
+    inputs, spec = listed_of(masks.document(TWO), dim)
+    if "do not exist" in mistake:  # exp2(0 - LSE) of such a key is then infinite
+        inputs = replace(inputs, q=inputs.q * 0 - 4, k=inputs.k * 0 + 4)
+    source = render(spec.backward(), FAMILY.find(config), toolchain())
+    text, changes = re.subn(*LISTED_MISTAKES[mistake], source.text)
+    assert changes
+    dout, _ = given(inputs)
+    wanted = exact(inputs, dout)
+    assert max(errors(run(inputs, source, dout), wanted)) < 3e-2
+    try:
+        found = errors(run(inputs, replace(source, text=text), dout), wanted)
+    except AssertionError:
+        return
+    assert not all(each < 3e-2 for each in found)
 
 
 @pytest.mark.parametrize(
