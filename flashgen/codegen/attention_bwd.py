@@ -152,28 +152,52 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
     return (*_inputs(config, spec, tile, block), dq, *_rest(config, spec, "k"))
 
 
-def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Part:
-    """What is prepared of the rows, so many at once, into these buffers."""
+def sizes_of_rows(spec: AttentionSpec, in_blocks: bool) -> tuple[tuple[Arg, ...], ...]:
+    """What says of a part which rows its programs have: packed sequences are one of all tokens, or each has
+    blocks of its own."""
+    heads, rows = Arg("heads", "heads", "i32"), "q_len"
+    if not (spec.packed and in_blocks):
+        return ((heads, Arg(rows, rows, "i32")),)
+    sequences = Arg("sequences", "sequences", "i32")
+    return ((Arg("CU_Q", "cu_q", "*i32"),), (sequences, heads, Arg("q_tokens", rows, "i32")))
+
+
+def grid_of_rows(spec: AttentionSpec, rows: int, in_blocks: bool) -> Grid:
+    """A program for so many of them."""
+    return Grid("packed_row_tiles" if spec.packed and in_blocks else "row_tiles", rows)
+
+
+def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int, in_blocks: bool = False) -> Part:
+    """What is prepared of the rows, so many at once, into these buffers.
+
+    Args:
+        in_blocks: whether each packed sequence has blocks of its own there.
+    """
     lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
     arguments = (
-        tensor_arguments("OUT", spec.dtype),
-        tensor_arguments("DOUT", spec.dtype),
+        tensor_arguments("OUT", spec.dtype, spec.packed and in_blocks),
+        tensor_arguments("DOUT", spec.dtype, spec.packed and in_blocks),
         lse,
         buffers,
-        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+        *sizes_of_rows(spec, in_blocks),
     )
-    return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
+    return Part("prepare_rows", True, arguments, grid_of_rows(spec, rows, in_blocks))
 
 
-def sink_parts(spec: AttentionSpec, buffers: tuple[Arg, ...]) -> tuple[Part, ...]:
-    """The kernel of the sinks' gradient, from what is prepared of the rows in these buffers; or none."""
+def sink_parts(spec: AttentionSpec, buffers: tuple[Arg, ...], in_blocks: bool = False) -> tuple[Part, ...]:
+    """The kernel of the sinks' gradient, from what is prepared of the rows in these buffers; or none.
+
+    Args:
+        in_blocks: as for `prepare_part`.
+    """
     if not spec.sinks:
         return ()
+    *_, sizes = sizes_of_rows(spec, in_blocks)
     arguments = (
         buffers,
         *sink_arguments(spec.sinks),
         (Arg("DSINKS", "dsinks", "*fp32"),),
-        (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+        (Arg("batches", "batch", "i32"), *sizes),
     )
     return (Part("gradients_of_sinks", True, arguments, Grid("heads", 1), num_warps=8),)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.abi import Arg, Extent, Grid, Part, Scratch, tensor_arguments
-from flashgen.codegen.attention_bwd import gradient_values, prepare_part, sink_parts
+from flashgen.codegen.abi import Arg, Extent, Part, Scratch, tensor_arguments
+from flashgen.codegen.attention_bwd import (
+    gradient_values,
+    grid_of_rows,
+    prepare_part,
+    sink_parts,
+    sizes_of_rows,
+)
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
 from flashgen.codegen.family import Family, Shared, Tiling
@@ -114,7 +120,6 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 
 def _leaves(spec: AttentionSpec) -> str:
     reasons = {
-        "computes gradients of dense calls, and these sequences are packed": spec.packed,
         "computes gradients of q, k, v and sinks, and those of what the score rule reads "
         f"({', '.join(spec.learned)}) are asked for, too": spec.learned,
     }
@@ -216,18 +221,25 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
         )
         for suffix, columns in _dq_columns(config, spec).items()
     )
-    sizes = ("heads", "heads_per_kv", "q_len", "k_len")
+    if spec.packed:
+        places = [(Arg("CU_Q", "cu_q", "*i32"), Arg("CU_K", "cu_k", "*i32"))]
+        sizes = {
+            "sequences": "sequences",
+            "heads": "heads",
+            "heads_per_kv": "heads_per_kv",
+            "k_tokens": "k_len",
+        }
+    else:
+        places = []
+        sizes = {"batches": "batch"} | {each: each for each in ("heads", "heads_per_kv", "q_len", "k_len")}
     rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
     return (
         *inputs,
         (stats,),
         sums,
         *outputs,
-        (
-            Arg("batches", "batch", "i32"),
-            *(Arg(name, name, "i32") for name in sizes),
-            Arg("scale", "scale", "fp32"),
-        ),
+        *places,
+        (*(Arg(name, source, "i32") for name, source in sizes.items()), Arg("scale", "scale", "fp32")),
         *([listed] if (listed := lists.arguments(spec, "q")) else []),
         *(group for rule in rules for group in rule_arguments(rule)),
     )
@@ -240,29 +252,35 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
 
     sums = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _sums(spec))
     stats = Arg("ROW_STATS", "scratch.row_stats", "*fp32")
+    *places, sizes = sizes_of_rows(spec, in_blocks=True)
     leave = (
         sums,
-        tensor_arguments("DQ", spec.dtype),
-        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32")),
+        tensor_arguments("DQ", spec.dtype, spec.packed),
+        *places,
+        (*sizes, Arg("scale", "scale", "fp32")),
     )
     return (
-        prepare_part(spec, (stats, *sums), ROWS),
-        *sink_parts(spec, (stats,)),
+        prepare_part(spec, (stats, *sums), ROWS, in_blocks=True),
+        *sink_parts(spec, (stats,), in_blocks=True),
         *lists.parts(spec, _walks(config), "q"),
-        Part("leave_dq", False, leave, Grid("row_tiles", ROWS)),
+        Part("leave_dq", False, leave, grid_of_rows(spec, ROWS, in_blocks=True)),
     )
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     """(batch, head, block of rows, 128): its LSEs, then its deltas. (batch, head, some for each block, 256):
-    sums of dq, in the order in which threads add to them. All float32. And the lists of a mask that needs
-    them."""
+    sums of dq, in the order in which threads add to them. All float32. Packed sequences have blocks of their
+    own, as many as `Grid` says. And the lists of a mask that needs them."""
     from flashgen.codegen import lists
 
     of_heads = (Extent("batch"), Extent("heads"))
-    stats = Scratch("row_stats", "fp32", (*of_heads, Extent("q_len", ROWS), Extent(times=2 * ROWS)))
+    stats = Scratch(
+        "row_stats", "fp32", (*of_heads, Extent("q_len", ROWS, packed=spec.packed), Extent(times=2 * ROWS))
+    )
     sums = (
-        Scratch(name, "fp32", (*of_heads, Extent("q_len", ROWS, rows), Extent(times=_BOX)))
+        Scratch(
+            name, "fp32", (*of_heads, Extent("q_len", ROWS, rows, packed=spec.packed), Extent(times=_BOX))
+        )
         for name, rows in _sums(spec).items()
     )
     return (stats, *sums, *lists.scratch(spec, _walks(config), "q"))

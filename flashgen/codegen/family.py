@@ -98,9 +98,11 @@ class Tiling:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of a call, before their keys are split."""
-        if self.by_keys:
-            return self.grid.blocks(workload.batch, workload.kv_heads, workload.k_len, multiprocessors=1)
         packed = workload.spec.packed
+        if self.by_keys:
+            keys = workload.total_k if packed else workload.k_len
+            grid = self.grid_of(workload.spec)
+            return grid.blocks(workload.batch, workload.kv_heads, keys, multiprocessors=1)
         whole = Grid("packed_row_tiles" if packed else "row_tiles", self.block_m, self.pack)
         rows = workload.total_q if packed else workload.q_len
         return whole.blocks(workload.batch, workload.heads, rows, multiprocessors=1)

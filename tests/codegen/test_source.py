@@ -234,6 +234,14 @@ SAMPLES = {
     "bwd_sm90_exchanged_documents": bwd_sm90(
         AttentionSpec(192, 128, "bf16", (masks.causal() & masks.document()).rule), "s2g4_exchanged"
     ),
+    "bwd_sm90_varlen_sinks": bwd_sm90(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
+        "s2g4_registers",
+    ),
+    "bwd_sm90_exchanged_varlen_sinks": bwd_sm90(
+        AttentionSpec(192, 128, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
+        "s2g4_exchanged",
+    ),
     "bwd_sm90_chunks_union_alibi": bwd_sm90(
         AttentionSpec(
             96,

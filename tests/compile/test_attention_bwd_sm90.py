@@ -45,6 +45,8 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(64, 64, "bf16", UNION), ""),
         (AttentionSpec(64, 64, "bf16", PREFIX), ""),
         (AttentionSpec(64, 64, "bf16", DOCUMENTS), ""),
+        (AttentionSpec(64, 64, "bf16", CAUSAL, addressing="varlen"), ""),
+        (AttentionSpec(96, 80, "bf16", WINDOW, addressing="varlen"), ""),
         (AttentionSpec(128, 128, "bf16", masks.block_sparse("heads", 128).rule), ""),
         (AttentionSpec(128, 128, "bf16", masks.document("ordered").rule), ""),
         (AttentionSpec(96, 80, "bf16", CAUSAL), ""),
@@ -59,6 +61,8 @@ def build(spec: AttentionSpec, config: str, cache: Path) -> Artifact:
         (AttentionSpec(248, 248, "bf16", CAUSAL), ""),
         (AttentionSpec(128, 256, "fp16", CAUSAL), ""),
         (AttentionSpec(256, 256, "bf16", DOCUMENTS), ""),
+        (AttentionSpec(256, 256, "bf16", CAUSAL, addressing="varlen"), ""),
+        (AttentionSpec(192, 128, "bf16", WINDOW, addressing="varlen"), ""),
         (AttentionSpec(192, 128, "bf16", masks.block_sparse("heads", 64).rule), ""),
     ],
     ids=str,
@@ -116,7 +120,11 @@ def test_the_gradient_of_sinks_is_another_part(dim: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "spec",
-    [AttentionSpec(128, 128, "bf16", CAUSAL, SOFTCAP), AttentionSpec(128, 128, "bf16", DOCUMENTS)],
+    [
+        AttentionSpec(128, 128, "bf16", CAUSAL, SOFTCAP),
+        AttentionSpec(128, 128, "bf16", DOCUMENTS),
+        AttentionSpec(128, 128, "bf16", CAUSAL, addressing="varlen"),
+    ],
     ids=str,
 )
 def test_rules_that_take_too_many_registers_are_left_to_the_portable_family(

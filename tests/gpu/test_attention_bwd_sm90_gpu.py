@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checked import COMBINED, DEVICE, TABLE, among_nan, skip_unless_served, workload
-from test_attention_bwd_gpu import check
+from test_attention_bwd_gpu import check, judge
+from test_varlen_gpu import packed
 
 from flashgen import masks, score_mods
 from flashgen.build.compile import compile_kernel, toolchain
@@ -103,6 +104,46 @@ SIZES = ((1, 1, 1, 1, 1), (3, 6, 2, 65, 1000), (2, 4, 4, 1000, 65), (1, 8, 1, 40
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int, int], head_dim: int, layout: str) -> None:
     right(workload(head_dim, sizes=sizes), layout=layout)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (96, 80), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("mask", TABLE + COMBINED, ids=lambda m: m.describe())
+def test_packed_sequences(mask: Mask, dims: tuple[int, int]) -> None:
+    judge(*packed(mask=mask, head_dim=dims[0], head_dim_v=dims[1]), family=FAMILY)
+
+
+def test_many_packed_sequences() -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths = tuple(torch.randint(0, 40, (1500,), generator=draw).tolist())
+    judge(*packed((lengths, lengths)), family=FAMILY)
+
+
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(70, 20)], ids=str)
+def test_c05_a_packed_neighbours_nan_reaches_nobody(mask: Mask) -> None:
+    """Bits of dk and dv; dq's sums have no order."""
+    inputs, forward = packed(mask=mask, head_dim=64)
+    spec, target = forward.backward(), current_target()
+    rig, chosen = GradientRig(inputs, spec), FAMILY.default(spec, target, CallFacts())
+    kernel = load_kernel(compile_kernel(render(spec, chosen, toolchain()), CallFacts(), target))
+    own = [torch.ones(each.shape[1], dtype=torch.bool, device=DEVICE) for each in (inputs.q, inputs.k)]
+
+    def run() -> list[torch.Tensor]:
+        buffers = [torch.full_like(each, torch.nan) for each in (inputs.q, inputs.k, inputs.v)]
+        kernel.launch(rig.environment(*buffers), torch.cuda.current_stream().cuda_stream)
+        return buffers
+
+    clean = run()
+    cu_q, cu_k = (each.tolist() for each in inputs.packed or ())
+    for s in range(1, len(cu_q) - 1, 2):
+        of_q, of_k = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        for each in (inputs.q, rig.dout):
+            each[:, of_q] = torch.nan
+        for each in (inputs.k, inputs.v):
+            each[:, of_k] = torch.nan
+        own[0][of_q] = own[1][of_k] = False
+    dq, dk, dv = run()
+    assert torch.equal(dk[:, own[1]], clean[1][:, own[1]]) and torch.equal(dv[:, own[1]], clean[2][:, own[1]])
+    torch.testing.assert_close(dq[:, own[0]], clean[0][:, own[0]], rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -21,6 +21,7 @@ from gradients import (
     with_minus_infinity,
 )
 from test_attention_fwd import COMBINED, TABLE_MASKS, random_mask, workload
+from test_varlen import packed
 
 from flashgen.build.compile import toolchain
 from flashgen.build.inputs import Inputs, make_inputs
@@ -253,6 +254,135 @@ def test_a_key_that_no_row_sees_has_no_gradient(dim: int, config: str) -> None:
     dq, dk, dv = found_of(masks.sliding_window(9, 0), 70, 300, dim, config)
     assert not dk[:, :, :221].any() and not dv[:, :, :221].any()
     assert dv[:, :, 221:].any(-1).all() and dq.isfinite().all()
+
+
+# Packed sequences
+
+Q_LENGTHS, K_LENGTHS = (70, 0, 5, 130, 64, 1, 0), (130, 9, 0, 200, 128, 40, 0)
+"""Empty on either side and on both, of one row, whole blocks and tiles, more than one of each."""
+
+
+def sequences(dim: int = 32, dim_v: int = 0, **options: object) -> tuple[Inputs, AttentionSpec]:
+    options = {"dtype": "bf16", "heads": 2, "kv_heads": 1} | options
+    return packed(Q_LENGTHS, K_LENGTHS, head_dim=dim, head_dim_v=dim_v or dim, **options)
+
+
+@pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
+def test_packed_sequences(mask: Mask) -> None:
+    """A mask that would need lists is asked of each pair within its ranges."""
+    judge(*sequences(mask=mask))
+
+
+OF_TABLE = [masks.full(), masks.sliding_window(90, 30), masks.causal() & masks.document()]
+
+
+@pytest.mark.parametrize("mask", OF_TABLE, ids=lambda m: m.describe())
+def test_packed_sequences_at_head_dims_over_128(mask: Mask) -> None:
+    judge(*sequences(160, 16, mask=mask), EXCHANGED)
+
+
+DIMS_OF_PACKED = {(64, 64): "shared", (128, 128): "shared", (96, 40): "shared"}
+DIMS_OF_PACKED |= {(256, 256): "exchanged", (192, 128): "exchanged", (248, 16): "exchanged"}
+
+
+@pytest.mark.parametrize("dims", DIMS_OF_PACKED, ids=str)
+@pytest.mark.parametrize("group", [1, 4])
+def test_packed_head_dims_and_groups(group: int, dims: tuple[int, int]) -> None:
+    config = f"s2g{group}_{DIMS_OF_PACKED[dims]}"
+    judge(*sequences(*dims, heads=6, kv_heads=3, mask=masks.causal()), config, with_lse=True)
+
+
+@BOTH
+def test_packed_score_rule(dim: int, config: str) -> None:
+    judge(*sequences(dim, mask=masks.sliding_window(90, 30), score_mod=score_mods.bias("bhqk")), config)
+
+
+def test_more_sequences_than_are_looked_for_at_once() -> None:
+    random = Random(0)
+    lengths = tuple(random.choice((0, 0, 1, 2, 17)) for _ in range(300))
+    judge(*packed(lengths, lengths, dtype="bf16", heads=1, head_dim=16))
+
+
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (128, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(9, 3)], ids=str)
+def test_c05_a_neighbours_nan_changes_no_bit(mask: Mask, dim: int, config: str) -> None:
+    """Every second sequence is made of NaN, and its gradient; dk and dv of the others keep their bits, dq,
+    whose sums have no order, as many digits as these have."""
+    inputs, spec = sequences(dim, mask=mask)
+    dout, dlse = given(inputs, with_lse=True)
+    assert dlse is not None
+    source = render(spec.backward(lse=True), FAMILY.find(config), toolchain())
+    clean = run(inputs, source, dout, dlse)
+    ruined = {name: getattr(inputs, name).clone() for name in ("q", "k", "v")}
+    dout, dlse = dout.clone(), dlse.clone()
+    cu_q, cu_k = (each.tolist() for each in inputs.packed or ())
+    own = {"q": torch.ones(cu_q[-1], dtype=torch.bool), "k": torch.ones(cu_k[-1], dtype=torch.bool)}
+    for s in range(1, len(Q_LENGTHS), 2):
+        of_q, of_k = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        ruined["q"][:, of_q] = dout[:, of_q] = math.nan
+        dlse[:, :, of_q] = math.nan
+        ruined["k"][:, of_k] = ruined["v"][:, of_k] = math.nan
+        own["q"][of_q] = own["k"][of_k] = False
+    dq, dk, dv = run(replace(inputs, **ruined), source, dout, dlse)
+    assert own["q"].any() and not own["q"].all()
+    torch.testing.assert_close(dq[:, :, own["q"]], clean[0][:, :, own["q"]], rtol=1e-2, atol=1e-6)
+    for ours, theirs in zip((dk, dv), clean[1:], strict=True):
+        assert torch.equal(ours[:, :, own["k"]], theirs[:, :, own["k"]])
+
+
+@BOTH
+def test_a_sequence_without_the_other_side_has_gradients_of_zero(dim: int, config: str) -> None:
+    inputs, spec = sequences(dim, mask=masks.full())
+    source = render(spec.backward(), FAMILY.find(config), toolchain())
+    dq, dk, dv = run(inputs, source, given(inputs)[0])
+    cu_q, cu_k = (each.tolist() for each in inputs.packed or ())
+    without_keys, without_rows = slice(cu_q[2], cu_q[3]), slice(cu_k[1], cu_k[2])
+    assert (dq[:, :, without_keys] == 0).all() and (dq != 0).any()
+    assert (dk[:, :, without_rows] == 0).all() and (dv[:, :, without_rows] == 0).all()
+
+
+@BOTH
+def test_packed_gradients_of_sinks(dim: int, config: str) -> None:
+    inputs, spec = sequences(dim, mask=masks.causal() & masks.sliding_window(9, 0), dtype="fp16")
+    inputs = replace(inputs, sinks=torch.tensor([3.0, -2.0]))
+    dout, dlse = given(inputs, with_lse=True)
+    dsinks = torch.full((2,), math.nan)
+    source = render(
+        replace(spec, sinks="fp32").backward(lse=True, sinks=True), FAMILY.find(config), toolchain()
+    )
+    found = run(inputs, source, dout, dlse, dsinks)
+    *wanted, wanted_sinks = exact(inputs, dout, dlse)
+    assert max(errors(found, tuple(wanted))) < 1e-3
+    torch.testing.assert_close(dsinks.double(), wanted_sinks, rtol=1e-3, atol=2e-3)
+
+
+PACKED_MISTAKES = {
+    "a place that is not needed is computed": (r"if start_n < k_len:.*", "if True:"),
+    "sums are those of all tokens' blocks": (r"// BLOCK_M \+ batch\) \* BLOCK_M", "// BLOCK_M) * BLOCK_M"),
+    "rows are copied from the tensor's end": (r"q_start \+ q_len, BLOCK_M", "q_start + q_len + 64, BLOCK_M"),
+    "gradients of keys leave past their sequence": (
+        r"(\n +outer, inner = box_at\(k_start \+ start_n, k_start \+ k_len)(, BLOCK_N\)\n.*(\n.*)?to_global)",
+        r"\1 + 128\2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize("mistake", PACKED_MISTAKES)
+def test_the_stand_in_sees_mistakes_in_packed_sequences(
+    mistake: str, dim: int, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon, "PATIENCE_S", 2.0)
+    inputs, spec = sequences(dim, mask=masks.full())
+    source = render(spec.backward(), FAMILY.find(config), toolchain())
+    text, changes = re.subn(*PACKED_MISTAKES[mistake], source.text)
+    assert changes
+    dout, _ = given(inputs)
+    try:
+        found = errors(run(inputs, replace(source, text=text), dout), exact(inputs, dout))
+    except (AssertionError, RuntimeError):
+        return
+    assert not all(each < 1e-2 for each in found)
 
 
 MISTAKES = {
