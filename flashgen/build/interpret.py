@@ -61,7 +61,8 @@ def interpret(source: KernelSource, facts: CallFacts, env: tuple[Any, ...]) -> N
 
 def _allocated(buffer: Scratch, values: dict[str, Any]) -> dict[str, Any]:
     """A buffer's entries of the environment. What nobody wrote is all ones, which is NaN, or -1."""
-    shape = [extent.of(values[extent.size] if extent.size else 1) for extent in buffer.extents]
+    sequences = values.get("sequences", 0)
+    shape = [extent.of(values[extent.size] if extent.size else 1, sequences) for extent in buffer.extents]
     size = math.prod(shape) * ELEMENT_BYTES[buffer.dtype]
     memory = torch.full((size,), 255, dtype=torch.uint8).view(getattr(torch, _TORCH_NAMES[buffer.dtype]))
     tensor = memory.view(shape)

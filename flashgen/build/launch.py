@@ -142,8 +142,8 @@ class _Descriptor:
         self.geometry = [entry[name] for name in extents_of(arg.source)]
         """Where it has the extents and strides."""
         self.geometry += [entry[f"{arg.source}.stride.{axis}"] for axis in AXES]
-        self.packed_box = arg.box[2] if "sequences" in entry else 0
-        """Rows of a box, where sequences are packed."""
+        self.packed_box = arg.box[2] if "sequences" in entry and not arg.source.startswith("scratch.") else 0
+        """Rows of a box of a tensor whose sequences are packed; buffers of the call are laid out plainly."""
         self.offset_bytes = arg.offset * facts.elem_size
         """Of the map's first element from the tensor's: a head-dim chunk lies behind, the rows of a box of
         packed sequences before it, by a stride that is known once the map is encoded."""
@@ -588,10 +588,14 @@ class _Buffer:
     def __init__(self, buffer: Scratch, entry: dict[str, int]) -> None:
         self._axes = [(entry[each.size] if each.size else None, each) for each in buffer.extents]
         self._element = ELEMENT_BYTES[buffer.dtype]
+        self._sequences = entry["sequences"] if any(each.packed for each in buffer.extents) else None
 
     def laid_out(self, env: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
         """Bytes, a multiple of `_BUFFER_ALIGNMENT`, then four strides and four extents."""
-        batch, heads, rows, dims = (each.of(1 if at is None else env[at]) for at, each in self._axes)
+        sequences = 0 if self._sequences is None else env[self._sequences]
+        batch, heads, rows, dims = (
+            each.of(1 if at is None else env[at], sequences) for at, each in self._axes
+        )
         size = batch * heads * rows * dims * self._element
         strides = (heads * rows * dims, rows * dims, dims, 1)
         return -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT, (*strides, batch, heads, rows, dims)

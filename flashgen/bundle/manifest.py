@@ -80,7 +80,7 @@ _KERNEL = {
     "triton": Text(),
     "arch": _COUNT,
 }
-_EXTENT = {"size": Text(), "divisor": _COUNT, "times": _COUNT, "plus": _COUNT}
+_EXTENT = {"size": Text(), "divisor": _COUNT, "times": _COUNT, "plus": _COUNT, "packed": Absent(Flag())}
 _ARTIFACT = {
     **_KERNEL,
     "before": Absent(ListOf(_KERNEL, MAX_PARTS)),

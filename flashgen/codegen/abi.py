@@ -101,13 +101,15 @@ def _check_range(name: str, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Length of an axis, from a size of the call: ceil(size / divisor) * times + plus."""
+    """Length of an axis, from a size of the call: ceil(size / divisor) * times + plus; of `packed` sequences
+    as many tiles as `Grid` says, size // divisor + sequences, in the place of the quotient."""
 
     size: str = ""
     """A name of `SIZES`; empty counts 1."""
     divisor: int = 1
     times: int = 1
     plus: int = 0
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.size and self.size not in SIZES:
@@ -115,9 +117,15 @@ class Extent:
         for name in ("divisor", "times", "plus"):
             _check_range(f"extent.{name}", getattr(self, name))
 
-    def of(self, size: int) -> int:
-        """The length, given what `size` names."""
-        return -(-size // self.divisor) * self.times + self.plus
+    def of(self, size: int, sequences: int = 0) -> int:
+        """The length, given what `size` names and, of packed sequences, how many there are."""
+        tiles = size // self.divisor + sequences if self.packed else -(-size // self.divisor)
+        return tiles * self.times + self.plus
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a bundle's manifest, where only `packed` may be left out."""
+        named = {name: getattr(self, name) for name in Extent.__slots__}
+        return named if self.packed else {name: value for name, value in named.items() if name != "packed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +160,7 @@ class Scratch:
 
     def to_json(self) -> dict[str, Any]:
         """As in a bundle's manifest."""
-        extents = [{name: getattr(each, name) for name in Extent.__slots__} for each in self.extents]
+        extents = [each.to_json() for each in self.extents]
         return {"name": self.name, "dtype": self.dtype, "extents": extents}
 
     @classmethod

@@ -188,23 +188,70 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
     return (*_inputs(config, spec, tile, block), dq, *_rest(config, spec, "k"))
 
 
-def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int) -> Part:
-    """What is prepared of the rows, so many at once, into these buffers."""
+def sizes_of_rows(spec: AttentionSpec, in_blocks: bool) -> tuple[tuple[Arg, ...], ...]:
+    """What says of a part which rows its programs have: packed sequences are one of all tokens, or each has
+    blocks of its own."""
+    heads, rows = Arg("heads", "heads", "i32"), "q_len"
+    if not (spec.packed and in_blocks):
+        return ((heads, Arg(rows, rows, "i32")),)
+    sequences = Arg("sequences", "sequences", "i32")
+    return ((Arg("CU_Q", "cu_q", "*i32"),), (sequences, heads, Arg("q_tokens", rows, "i32")))
+
+
+def grid_of_rows(spec: AttentionSpec, rows: int, in_blocks: bool) -> Grid:
+    """A program for so many of them."""
+    return Grid("packed_row_tiles" if spec.packed and in_blocks else "row_tiles", rows)
+
+
+def prepare_part(spec: AttentionSpec, buffers: tuple[Arg, ...], rows: int, in_blocks: bool = False) -> Part:
+    """What is prepared of the rows, so many at once, into these buffers.
+
+    Args:
+        in_blocks: whether each packed sequence has blocks of its own there.
+    """
     lse = (Arg("LSE", "lse", "*fp32"), *((Arg("DLSE", "dlse", "*fp32"),) if spec.return_lse else ()))
     arguments = (
-        tensor_arguments("OUT", spec.dtype),
-        tensor_arguments("DOUT", spec.dtype),
+        tensor_arguments("OUT", spec.dtype, spec.packed and in_blocks),
+        tensor_arguments("DOUT", spec.dtype, spec.packed and in_blocks),
         lse,
         buffers,
-        (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
+        *sizes_of_rows(spec, in_blocks),
     )
-    return Part("prepare_rows", True, arguments, Grid("row_tiles", rows))
+    return Part("prepare_rows", True, arguments, grid_of_rows(spec, rows, in_blocks))
 
 
-def leave_part(spec: AttentionSpec, sums: tuple[Arg, ...], rows: int) -> Part:
-    """What makes q's gradient of these sums, of so many rows at once."""
-    sizes = (Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32"), Arg("scale", "scale", "fp32"))
-    return Part("leave_dq", False, (sums, tensor_arguments("DQ", spec.dtype), sizes), Grid("row_tiles", rows))
+def sink_parts(spec: AttentionSpec, buffers: tuple[Arg, ...], in_blocks: bool = False) -> tuple[Part, ...]:
+    """The kernel of the sinks' gradient, from what is prepared of the rows in these buffers; or none.
+
+    Args:
+        in_blocks: as for `prepare_part`.
+    """
+    if not spec.sinks:
+        return ()
+    *_, sizes = sizes_of_rows(spec, in_blocks)
+    arguments = (
+        buffers,
+        *sink_arguments(spec.sinks),
+        (Arg("DSINKS", "dsinks", "*fp32"),),
+        (Arg("batches", "batch", "i32"), *sizes),
+    )
+    return (Part("gradients_of_sinks", True, arguments, Grid("heads", 1), num_warps=8),)
+
+
+def leave_part(spec: AttentionSpec, sums: tuple[Arg, ...], rows: int, in_blocks: bool = False) -> Part:
+    """What makes q's gradient of these sums, of so many rows at once.
+
+    Args:
+        in_blocks: as for `prepare_part`.
+    """
+    *places, sizes = sizes_of_rows(spec, in_blocks)
+    arguments = (
+        sums,
+        tensor_arguments("DQ", spec.dtype, spec.packed and in_blocks),
+        *places,
+        (*sizes, Arg("scale", "scale", "fp32")),
+    )
+    return Part("leave_dq", False, arguments, grid_of_rows(spec, rows, in_blocks))
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
@@ -213,15 +260,9 @@ def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
     from flashgen.codegen import lists
 
     walked, fused = _walked(config), is_fused(config)
-    of_sinks = (
-        _ROW_BUFFERS,
-        *sink_arguments(spec.sinks),
-        (Arg("DSINKS", "dsinks", "*fp32"),),
-        (Arg("batches", "batch", "i32"), Arg("heads", "heads", "i32"), Arg("q_len", "q_len", "i32")),
-    )
     before = (
         prepare_part(spec, (*_ROW_BUFFERS, *([_DQ_SUMS] if fused else [])), ROWS_AT_ONCE),
-        *([Part("gradients_of_sinks", True, of_sinks, Grid("heads", 1), num_warps=8)] if spec.sinks else []),
+        *sink_parts(spec, _ROW_BUFFERS),
     )
     if fused:
         return (*before, *lists.parts(spec, walked, "q"), leave_part(spec, (_DQ_SUMS,), ROWS_AT_ONCE))
@@ -256,7 +297,8 @@ def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
 
 
 def gradient_values(spec: AttentionSpec, both_ends: bool = False) -> dict[str, Any]:
-    """What templates of gradients read beside what all do: rules along rows, and chunks of gradients.
+    """What templates of gradients read beside what all do: rules along rows, chunks of gradients, and the
+    rows of a step of a sink's program.
 
     Args:
         both_ends: whether the mask along rows drops keys that do not exist, too.
@@ -276,6 +318,7 @@ def gradient_values(spec: AttentionSpec, both_ends: bool = False) -> dict[str, A
         "dq_chunks": chunks(spec, "DQ"),
         "dk_chunks": chunks(spec, "DK"),
         "dv_chunks": chunks(spec, "DV"),
+        "rows_of_a_sink": ROWS_OF_A_SINK,
     }
 
 
@@ -283,7 +326,6 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
     return gradient_values(spec, both_ends=is_fused(config)) | {
         "fused": is_fused(config),
         "rows_at_once": ROWS_AT_ONCE,
-        "rows_of_a_sink": ROWS_OF_A_SINK,
     }
 
 

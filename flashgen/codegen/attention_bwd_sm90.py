@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.codegen.abi import Arg, Extent, Part, Scratch
-from flashgen.codegen.attention_bwd import gradient_values, leave_part, prepare_part
+from flashgen.codegen.attention_bwd import gradient_values, leave_part, prepare_part, sink_parts
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
-from flashgen.codegen.family import Family, Shared, Tiling, listed
+from flashgen.codegen.family import Family, Shared, Tiling
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
@@ -99,6 +99,12 @@ def _tiling(config: Config) -> Tiling:
     )
 
 
+def _walks(config: Config) -> Tiling:
+    """As lists count: a tile, here of keys, and the blocks that it walks."""
+    tiling = _tiling(config)
+    return replace(tiling, block_m=tiling.block_n, block_n=ROWS)
+
+
 def halves(config: Config, spec: AttentionSpec) -> bool:
     """Whether each consumer computes half of the head dim of what a block adds to dq, or they take turns.
 
@@ -120,11 +126,8 @@ def registers_needed(config: Config, spec: AttentionSpec) -> int:
 
 def _leaves(spec: AttentionSpec) -> str:
     reasons = {
-        "computes gradients of dense calls, and these sequences are packed": spec.packed,
-        "computes gradients of q, k and v, and those of sinks are asked for, too": spec.sinks,
-        "computes gradients of q, k and v, and those of what the score rule reads "
+        "computes gradients of q, k, v and sinks, and those of what the score rule reads "
         f"({', '.join(spec.learned)}) are asked for, too": spec.learned,
-        "walks ranges of rows, and this mask lists blocks of them": listed(spec.mask, "q"),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -211,7 +214,8 @@ def _sums(spec: AttentionSpec) -> dict[str, int]:
 
 
 def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ...]:
-    from flashgen.codegen.expressions import rule_arguments  # see `family.listed`
+    from flashgen.codegen import lists  # see `family.listed`
+    from flashgen.codegen.expressions import rule_arguments
 
     of_rows, of_keys = f"1,{ROWS}", f"1,{_tiling(config).block_n}"
     inputs = [
@@ -228,48 +232,74 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
         )
         for suffix, columns in _dq_columns(config, spec).items()
     )
-    sizes = ("heads", "heads_per_kv", "q_len", "k_len")
+    if spec.packed:
+        places = [(Arg("CU_Q", "cu_q", "*i32"), Arg("CU_K", "cu_k", "*i32"))]
+        sizes = {
+            "sequences": "sequences",
+            "heads": "heads",
+            "heads_per_kv": "heads_per_kv",
+            "k_tokens": "k_len",
+        }
+    else:
+        places = []
+        sizes = {"batches": "batch"} | {each: each for each in ("heads", "heads_per_kv", "q_len", "k_len")}
     rules = [rule for rule in (spec.mask, spec.score_mod) if rule is not None]
     return (
         *inputs,
         (stats,),
         sums,
         *outputs,
-        (
-            Arg("batches", "batch", "i32"),
-            *(Arg(name, name, "i32") for name in sizes),
-            Arg("scale", "scale", "fp32"),
-        ),
+        *places,
+        (*(Arg(name, source, "i32") for name, source in sizes.items()), Arg("scale", "scale", "fp32")),
+        *([listed] if (listed := lists.arguments(spec, "q")) else []),
         *(group for rule in rules for group in rule_arguments(rule)),
     )
 
 
 def _parts(config: Config, spec: AttentionSpec) -> tuple[Part, ...]:
-    """What is prepared of the rows, before; and after, dq from its sums."""
+    """What is prepared of the rows, the gradient of sinks from it and the lists of a mask that needs them,
+    before; and after, dq from its sums."""
+    from flashgen.codegen import lists  # see `family.listed`
+
     sums = tuple(Arg(name.upper(), f"scratch.{name}", "*fp32") for name in _sums(spec))
     stats = Arg("ROW_STATS", "scratch.row_stats", "*fp32")
-    return (prepare_part(spec, (stats, *sums), ROWS), leave_part(spec, sums, ROWS))
+    return (
+        prepare_part(spec, (stats, *sums), ROWS, in_blocks=True),
+        *sink_parts(spec, (stats,), in_blocks=True),
+        *lists.parts(spec, _walks(config), "q"),
+        leave_part(spec, sums, ROWS, in_blocks=True),
+    )
 
 
 def _scratch(config: Config, spec: AttentionSpec) -> tuple[Scratch, ...]:
     """(batch, head, block of rows, 128): its LSEs, then its deltas. (batch, head, some for each block, 256):
-    sums of dq, in the order in which threads add to them. All float32."""
+    sums of dq, in the order in which threads add to them. All float32. Packed sequences have blocks of their
+    own, as many as `Grid` says. And the lists of a mask that needs them."""
+    from flashgen.codegen import lists
+
     of_heads = (Extent("batch"), Extent("heads"))
-    stats = Scratch("row_stats", "fp32", (*of_heads, Extent("q_len", ROWS), Extent(times=2 * ROWS)))
+    stats = Scratch(
+        "row_stats", "fp32", (*of_heads, Extent("q_len", ROWS, packed=spec.packed), Extent(times=2 * ROWS))
+    )
     sums = (
-        Scratch(name, "fp32", (*of_heads, Extent("q_len", ROWS, rows), Extent(times=_BOX)))
+        Scratch(
+            name, "fp32", (*of_heads, Extent("q_len", ROWS, rows, packed=spec.packed), Extent(times=_BOX))
+        )
         for name, rows in _sums(spec).items()
     )
-    return (stats, *sums)
+    return (stats, *sums, *lists.scratch(spec, _walks(config), "q"))
 
 
 def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
+    from flashgen.codegen import lists
+
     return gradient_values(spec) | {
         "halves": halves(config, spec),
         "dk_pieces": pieces(spec, "DK", MOST_SUMS),
         "dv_pieces": pieces(spec, "DV", MOST_SUMS),
         "dq_columns": _dq_columns(config, spec),
         "dq_slots": dq_slots(config, spec),
+        "lists_of_rows": ", ".join(arg.name for arg in lists.arguments(spec, "q")),
     }
 
 

@@ -282,7 +282,7 @@ def _by_keys_us(workload: Workload, tiling: Tiling, target: Target) -> float:
     clocks = blocks * clocks + TILE_CLOCKS
     compute = waves * clocks / (unit.ghz * 1e3)
     of_a_row = (2 * 4 + spec.itemsize) * spec.head_dim + 2 * spec.itemsize * spec.head_dim_v
-    rows = workload.batch * workload.heads * workload.q_len
+    rows = workload.heads * workload.q_tokens
     return compute + rows * of_a_row / roofline.bytes_per_s(target) * 1e6 + 3 * 2.0
 
 

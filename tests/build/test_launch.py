@@ -86,6 +86,8 @@ def make_env(spec: AttentionSpec, **changes: float) -> tuple[float, ...]:
     values |= {"batch": 2, "heads": 8, "kv_heads": 2, "heads_per_kv": 4, "q_len": 300, "k_len": 500}
     values |= {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "scale": 0.125}
     values |= {"cu_q": CU, "cu_k": CU + 64, "sequences": 3}
+    of = {"dout": "out", "dq": "q", "dk": "k", "dv": "v", "dlse": "lse"}
+    values |= {f"d{name}": value for name, value in values.items() if f"d{name.partition('.')[0]}" in of}
     names = environment_names(spec)
     values |= {name: 1000 + i for i, name in enumerate(names) if name.startswith(("param", "operand"))}
     values |= {name.replace("_stride_", ".stride."): value for name, value in changes.items()}
@@ -493,6 +495,31 @@ def test_descriptors_of_packed_sequences_have_two_axes_of_rows(cuda: FakeCuda) -
     assert wide["K"]["address"] == K - 64 * 512 and wide["K"]["strides"] == (512, 500 * 256, 512)
     assert launched(k=K + 64)["K"]["address"] == K + 64 - 64 * 256, "kept as first encoded, and moved"
     assert launched(k=K + 128, k_stride_row=256)["K"]["address"] == K + 128 - 64 * 512
+
+
+def test_buffers_of_packed_calls_are_described_as_they_lie(cuda: FakeCuda) -> None:
+    """Blocks of 64 rows of three sequences, of 300 tokens: 7; the tensors beside them end with boxes."""
+    spec = replace(CAUSAL, addressing="varlen").backward()
+    config = find_family("attention_bwd_sm90").find("s2g4_shared")
+    artifact = around(spec, config, CallFacts(), 4)
+    scratch = render(spec, config, Toolchain("3.6.0")).scratch
+    cuda.expect_kernel(artifact)
+    env = make_env(spec, batch=1)
+    entry = {name: i for i, name in enumerate(artifact.abi.environment)}
+    for i, buffer in enumerate(scratch):
+        size, layout = launch._Buffer(buffer, entry).laid_out(env)
+        assert size == 8 * 7 * (128, 64 * 128)[i] * 4
+        env += (LSE + 4096 * i, *layout)
+    Kernel(artifact, on=cuda.driver).launch(env, STREAM)
+    maps = maps_of(artifact, cuda)
+    assert maps["ROW_STATS"]["address"] == LSE and maps["DQ_SUMS"]["address"] == LSE + 4096
+    assert maps["ROW_STATS"]["dims"] == (128, 7, 8, 1) and maps["DQ_SUMS"]["dims"] == (256, 7 * 32, 8, 1)
+    assert maps["DQ_SUMS"]["strides"][:2] == (
+        512,
+        7 * 32 * 512,
+    )  # of elements that `around` says have 2 bytes
+    assert maps["DOUT"]["address"] == OUT - 64 * 256 and maps["DK"]["address"] == K - 128 * 256
+    assert cuda.config()["grid"] == ((500 // 128 + 3) * 2, 1, 1)
 
 
 def test_a_chunk_of_packed_sequences_begins_at_its_dims(cuda: FakeCuda) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.codegen.abi import Scratch
 from flashgen.codegen.families import FAMILIES, find_family, serving
 from flashgen.codegen.family import Family
 from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
@@ -308,6 +309,13 @@ def test_the_hopper_family_of_gradients_says_what_it_leaves_to_the_portable_one(
     work = Workload(SPEC.backward(), 2, 8, 2, 4096, 300)
     assert tiling.tiles(work) == 2 * 2 * 3 == tiling.grid.blocks(2, 2, 300, multiprocessors=132)
     assert family.tiling(exchanged).tiles(work) == 2 * 2 * 5
+    packed = replace(SPEC, addressing="varlen").backward()
+    assert tiling.grid_of(packed).rule == "packed_key_tiles"
+    assert tiling.tiles(Workload(packed, 2, 8, 2, 4096, 300, (), 5000, 500)) == 2 * (500 // 128 + 2)
+    (stats, sums) = family.scratch(config, packed)
+    assert stats.extents[2].of(5000, 7) == 5000 // 64 + 7 and stats.extents[3].of(1, 7) == 128
+    assert sums.extents[2].of(5000, 7) == (5000 // 64 + 7) * 64 * packed.head_dim // 256
+    assert Scratch.from_json(sums.to_json()) == sums and sums.to_json()["extents"][2]["packed"]
 
 
 def test_a_default_of_the_hopper_family_of_gradients_fits_all_head_dims() -> None:
@@ -319,11 +327,8 @@ def test_a_default_of_the_hopper_family_of_gradients_fits_all_head_dims() -> Non
 
 BIASED = replace(SPEC, score_mod=score_mods.bias("bhqk", "bf16").rule)
 LEFT_TO_THE_PORTABLE_FAMILY = [
-    (replace(SPEC, addressing="varlen").backward(), "dense calls, and these sequences are packed"),
-    (replace(SPEC, sinks="bf16").backward(sinks=True), "those of sinks are asked for, too"),
     (BIASED.backward(learned=("bias",)), "those of what the score rule reads (bias) are asked for, too"),
     (replace(SPEC, dropout=True).backward(), "draws no random numbers, which dropout needs"),
-    (replace(SPEC, mask=masks.document().rule).backward(), "this mask lists blocks of them"),
     (AttentionSpec(64, 64, "fp32").backward(), "serves fp16, bf16, not fp32"),
 ]
 
@@ -343,6 +348,9 @@ def test_beside_these_both_families_of_gradients_serve() -> None:
         SPEC.backward(),
         SPEC.backward(lse=True),
         replace(SPEC, sinks="bf16").backward(),
+        replace(SPEC, sinks="bf16").backward(sinks=True),
+        replace(SPEC, mask=masks.document().rule).backward(),
+        replace(SPEC, addressing="varlen").backward(),
         BIASED.backward(),
     ):
         assert [each.name for each in serving(spec, H200, CallFacts())] == [

@@ -49,7 +49,7 @@ def bwd(
 
 
 def bwd_sm90(spec: AttentionSpec, config: str) -> KernelSource:
-    return source(spec.backward(), config, family=BWD_SM90)
+    return source(spec.backward(sinks=bool(spec.sinks)), config, family=BWD_SM90)
 
 
 CAUSAL = AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True)
@@ -231,6 +231,26 @@ SAMPLES = {
     ),
     "bwd_sm90_registers": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.full().rule), "s2g4_registers"),
     "bwd_sm90_third": bwd_sm90(AttentionSpec(64, 64, "bf16", masks.causal().rule), "s3g4_registers_third"),
+    "bwd_sm90_sinks": bwd_sm90(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, sinks="bf16"), "s2g4_registers"
+    ),
+    "bwd_sm90_exchanged_sinks": bwd_sm90(
+        AttentionSpec(192, 128, "bf16", masks.causal().rule, sinks="bf16"), "s2g4_exchanged"
+    ),
+    "bwd_sm90_documents": bwd_sm90(
+        AttentionSpec(64, 64, "bf16", (masks.causal() & masks.document()).rule), "s2g4_registers"
+    ),
+    "bwd_sm90_exchanged_documents": bwd_sm90(
+        AttentionSpec(192, 128, "bf16", (masks.causal() & masks.document()).rule), "s2g4_exchanged"
+    ),
+    "bwd_sm90_varlen_sinks": bwd_sm90(
+        AttentionSpec(64, 64, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
+        "s2g4_registers",
+    ),
+    "bwd_sm90_exchanged_varlen_sinks": bwd_sm90(
+        AttentionSpec(192, 128, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
+        "s2g4_exchanged",
+    ),
     "bwd_sm90_chunks_union_alibi": bwd_sm90(
         AttentionSpec(
             96,

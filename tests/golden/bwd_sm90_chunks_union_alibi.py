@@ -437,7 +437,7 @@ def consumer(
 
             dv_0, dv_64, weights = warpgroup_mma_wait(2, deps=[dv_0, dv_64, weights])
             mbarrier.arrive(dout_empty.index(stage), count=1)
-            if slot == CONSUMER:  # in turns one computes what the block adds to dq, and the other runs ahead
+            if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
                     ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,
@@ -506,7 +506,7 @@ def consumer(
 
             dv_0, dv_64, weights = warpgroup_mma_wait(2, deps=[dv_0, dv_64, weights])
             mbarrier.arrive(dout_empty.index(stage), count=1)
-            if slot == CONSUMER:  # in turns one computes what the block adds to dq, and the other runs ahead
+            if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
                     ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,
@@ -575,7 +575,7 @@ def consumer(
 
             dv_0, dv_64, weights = warpgroup_mma_wait(2, deps=[dv_0, dv_64, weights])
             mbarrier.arrive(dout_empty.index(stage), count=1)
-            if slot == CONSUMER:  # in turns one computes what the block adds to dq, and the other runs ahead
+            if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
                     ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,

@@ -280,7 +280,7 @@ def consumer(
 
             dv, weights = warpgroup_mma_wait(1, deps=[dv, weights])
             mbarrier.arrive(dout_empty.index(stage), count=1)
-            if slot == CONSUMER:  # in turns one computes what the block adds to dq, and the other runs ahead
+            if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq = warpgroup_mma(
                     ds_smem.index(slot).permute((1, 0)), k_smem.reshape([BLOCK_N, 64]), zero_64,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from checked import COMBINED, DEVICE, TABLE, among_nan, skip_unless_served, workload
-from test_attention_bwd_gpu import check
+from test_attention_bwd_gpu import check, judge
+from test_varlen_gpu import packed
 
 from flashgen import masks, score_mods
 from flashgen.build.compile import compile_kernel, toolchain
 from flashgen.build.device import current_target
 from flashgen.build.inputs import make_inputs
 from flashgen.build.launch import load_kernel
+from flashgen.build.reference import attention_reference
 from flashgen.codegen.families import find_family
-from flashgen.codegen.family import listed
 from flashgen.codegen.source import render
 from flashgen.measure.check_gradients import GradientRig
 from flashgen.spec.attention import CallFacts, Workload
@@ -60,13 +62,15 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     right(workload(*dims, dtype=dtype))
 
 
-SERVED = [mask for mask in TABLE + COMBINED if not listed(mask.rule, "q")]
-
-
-@pytest.mark.parametrize("mask", SERVED, ids=lambda m: m.describe())
+@pytest.mark.parametrize("mask", TABLE + COMBINED, ids=lambda m: m.describe())
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_masks(mask: Mask, head_dim: int) -> None:
     right(workload(head_dim, mask=mask, sizes=(2, 4, 2, 500, 700)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lists_of_each_head(head_dim: int) -> None:
+    right(workload(head_dim, mask=masks.block_sparse("batch_heads", 64), sizes=(2, 4, 2, 1000, 1000)))
 
 
 RULES = [mod for entry in SCORE_MODS.values() for mod in entry.examples()]
@@ -108,6 +112,69 @@ SIZES = ((1, 1, 1, 1, 1), (3, 6, 2, 65, 1000), (2, 4, 4, 1000, 65), (1, 8, 1, 40
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int, int], head_dim: int, layout: str) -> None:
     right(workload(head_dim, sizes=sizes), layout=layout)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (96, 80), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("mask", TABLE + COMBINED, ids=lambda m: m.describe())
+def test_packed_sequences(mask: Mask, dims: tuple[int, int]) -> None:
+    judge(*packed(mask=mask, head_dim=dims[0], head_dim_v=dims[1]), family=FAMILY)
+
+
+def test_many_packed_sequences() -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths = tuple(torch.randint(0, 40, (1500,), generator=draw).tolist())
+    judge(*packed((lengths, lengths)), family=FAMILY)
+
+
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(70, 20)], ids=str)
+def test_c05_a_packed_neighbours_nan_reaches_nobody(mask: Mask) -> None:
+    """Bits of dk and dv; dq's sums have no order."""
+    inputs, forward = packed(mask=mask, head_dim=64)
+    spec, target = forward.backward(), current_target()
+    rig, chosen = GradientRig(inputs, spec), FAMILY.default(spec, target, CallFacts())
+    kernel = load_kernel(compile_kernel(render(spec, chosen, toolchain()), CallFacts(), target))
+    own = [torch.ones(each.shape[1], dtype=torch.bool, device=DEVICE) for each in (inputs.q, inputs.k)]
+
+    def run() -> list[torch.Tensor]:
+        buffers = [torch.full_like(each, torch.nan) for each in (inputs.q, inputs.k, inputs.v)]
+        kernel.launch(rig.environment(*buffers), torch.cuda.current_stream().cuda_stream)
+        return buffers
+
+    clean = run()
+    cu_q, cu_k = (each.tolist() for each in inputs.packed or ())
+    for s in range(1, len(cu_q) - 1, 2):
+        of_q, of_k = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        for each in (inputs.q, rig.dout):
+            each[:, of_q] = torch.nan
+        for each in (inputs.k, inputs.v):
+            each[:, of_k] = torch.nan
+        own[0][of_q] = own[1][of_k] = False
+    dq, dk, dv = run()
+    assert torch.equal(dk[:, own[1]], clean[1][:, own[1]]) and torch.equal(dv[:, own[1]], clean[2][:, own[1]])
+    torch.testing.assert_close(dq[:, own[0]], clean[0][:, own[0]], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_sinks(head_dim: int) -> None:
+    """Over more rows than one step of a sink's program has, which are no whole blocks."""
+    work = workload(head_dim, sizes=(2, 4, 2, 4500, 300))
+    logits = torch.tensor([3.0, -2.0, 0.5, 0.0], device=DEVICE)
+    inputs = replace(make_inputs(work, DEVICE), sinks=logits)
+    spec, target = replace(work.spec, sinks="fp32").backward(sinks=True), current_target()
+    config = FAMILY.default(spec, target, CallFacts())
+    kernel = load_kernel(compile_kernel(render(spec, config, toolchain()), CallFacts(), target))
+    rig, dsinks = GradientRig(inputs, spec), torch.full_like(logits, torch.nan)
+
+    def run(*buffers: torch.Tensor) -> None:
+        env = inputs.gradient_environment(rig.out, rig.lse, (rig.dout, *buffers), rig.dlse, dsinks=dsinks)
+        kernel.launch(env, torch.cuda.current_stream().cuda_stream)
+
+    verdict, _ = rig.examine(run)
+    assert verdict.ok, verdict.reason
+    own = [each.double().requires_grad_() for each in (*inputs.true(), logits)]
+    out, _ = attention_reference(*own[:3], mask=inputs.mask, sinks=own[3], dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(out, own[3:], inputs.bhsd(rig.dout).double())
+    torch.testing.assert_close(dsinks.double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

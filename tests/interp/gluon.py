@@ -569,7 +569,7 @@ def _passed(arg: Arg, values: dict[str, Any]) -> Any:
         return Pointer.into(given) if isinstance(given, torch.Tensor) else value(given)
     shape = [values[name] for name in extents_of(arg.source)]
     strides = [values[f"{arg.source}.stride.{axis}"] for axis in AXES]
-    kind = PackedRows if "sequences" in values else Descriptor
+    kind = PackedRows if "sequences" in values and not arg.source.startswith("scratch.") else Descriptor
     return kind(given.as_strided(shape, strides)[..., arg.offset :], arg.box)
 
 
