@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from flashgen.codegen import arithmetic, conjuncts
 from flashgen.codegen.abi import Arg, share_names
@@ -37,6 +37,8 @@ _CALLS = {
     "%": "floor_mod",
 }
 
+BENDS = "tanh_of_quarter"
+"""The tanh of a quarter of each score of a thread, which partials/warpgroup.jinja defines."""
 _COSTLY = frozenset({"exp", "exp2", "log", "log2", "sqrt", "tanh"})
 """Functions that are evaluated once where a score rule and its derivative share them."""
 
@@ -186,6 +188,8 @@ class Printer:
     """Sides of a tile, `q`, `k` or `pair`, whose reads are made by lines of their own (`side_lines`)."""
     tile: str = "q"
     """What there is a tile of, whose ends are called `first` and `last`; as for `is_uniform`."""
+    bent: Mapping[str, ex.Expr] = field(default_factory=dict)
+    """As `arithmetic.Factors.bent`."""
 
     @property
     def uniform(self) -> tuple[ex.Load, ...]:
@@ -206,6 +210,8 @@ class Printer:
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
         names |= {f"{self.tile}_{end}": end for end in ("first", "last")}
         names |= arithmetic.FLOATS | arithmetic.HERE
+        bent = ex.free_symbols(expr) & set(self.bent)
+        names |= {name: f"{BENDS}({self(self.bent[name])})" for name in bent}
         style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
         return ex.to_text(expr, style)
 
@@ -455,7 +461,8 @@ class RenderedScore:
     text: str
     """The score that the rule gives, from `score`; empty when there is no rule."""
     folded: bool
-    """No rule and a positive scale: the scale goes into the exponent."""
+    """What all scores are multiplied by goes into the exponent: the scale, where there is no rule and it is
+    positive, or what `factors` says last."""
     uniform_loads: tuple[str, ...]
     row_loads: tuple[str, ...]
     symbols: frozenset[str]
@@ -471,6 +478,8 @@ class RenderedScore:
     """Lines for what rule and derivatives share."""
     factors: tuple[str, ...] = ()
     """Lines for what a whole tile is multiplied by, behind the uniform loads; they may take `scale`."""
+    bends: bool = False
+    """Whether `text` calls `BENDS`."""
     in_log2: bool = False
     """Whether `text` takes dot products and gives log2 units; otherwise it takes and gives natural units."""
     keys: str = ""
@@ -664,13 +673,20 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
     exprs += tuple(share.slope for share in learned)
     exprs += tuple(share.load for share in learned if share.side == "pair")  # whose address is evaluated
     text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
-    factors = arithmetic.Factors()
     in_log2 = spec.op == "fwd" and arithmetic.scores_in(rule.expr) == 1
-    faster = factors.log2 if in_log2 else factors.natural
-    fast = tuple(faster(arithmetic.floats_early(each, rule.types)) for each in exprs)
+    # What is read of pairs would live across a branch: a softcap with a bias spills 56 times at head_dim 128.
+    factors = arithmetic.Factors(bends=in_log2 and apart and not text.side_lines("pair"))
+    early = tuple(arithmetic.floats_early(each, rule.types) for each in exprs)
+    if in_log2 and apart and not spec.quantized:
+        folded, unit = factors.log2_folded(early[0])
+        fast: tuple[ex.Expr, ...] = (folded,)
+    else:
+        unit = None
+        fast = tuple(map(factors.log2 if in_log2 else factors.natural, early))
     if in_log2 and apart and (parts := arithmetic.taken_apart(fast[0], spec.mask)):
         return _render_apart(rule, parts, factors)
     names = _shared(fast)
+    text = replace(text, bent=factors.bent)
     slopes = [
         "" if exprs[i] == ex.ONE else text(ex.substitute(fast[i], names))
         for i in range(slope_at, slope_at + 1 + len(learned))
@@ -678,16 +694,17 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
     changed = text(ex.substitute(fast[0], names))
     return RenderedScore(
         text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
-        folded=False,
+        folded=unit is not None,
         uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines(_OTHER[along]),
         symbols=text.symbols,
-        helpers=_helpers(*exprs),
+        helpers=_bent_helpers(fast[0], factors) or _helpers(*exprs),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
+        bends=bool(factors.bent),
         slope=slopes[0] if spec.op == "bwd" else "",
         shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
-        factors=_factor_lines(text, factors),
+        factors=_factor_lines(text, factors, unit),
         in_log2=in_log2,
         learned=tuple(
             RenderedShare(
@@ -704,16 +721,19 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
 
 def _render_apart(rule: Rule, parts: arithmetic.Apart, factors: arithmetic.Factors) -> RenderedScore:
     """A rule whose distances are taken apart: for them no pair, row or key is asked for its position."""
-    text = Printer(rule, (arithmetic.of_positions(parts.rest), *factors.names), early=("q", "pair"))
+    rest, bent = arithmetic.of_positions(parts.rest), tuple(factors.bent.values())
+    exprs = (rest, *map(arithmetic.of_positions, bent), *factors.names)
+    text = Printer(rule, exprs, early=("q", "pair"), bent=factors.bent)
     return RenderedScore(
         text=text(parts.rest),
         folded=False,
         uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines("q"),
         symbols=text.symbols,
-        helpers=_helpers(parts.rest),
+        helpers=_bent_helpers(parts.rest, factors) or _helpers(parts.rest),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
+        bends=bool(factors.bent),
         factors=_factor_lines(text, factors),
         in_log2=True,
         keys=text(parts.keys),
@@ -721,8 +741,18 @@ def _render_apart(rule: Rule, parts: arithmetic.Apart, factors: arithmetic.Facto
     )
 
 
-def _factor_lines(text: Printer, factors: arithmetic.Factors) -> tuple[str, ...]:
-    return tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items())
+def _factor_lines(text: Printer, factors: arithmetic.Factors, unit: ex.Expr | None = None) -> tuple[str, ...]:
+    lines = tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items())
+    if unit is None:
+        return lines
+    size = f"tl.maximum(tl.abs({text(unit)}), 2.0**-126)"
+    return (*lines, f"scale_log2 = {size}  # 0 times a masked score would be NaN")
+
+
+def _bent_helpers(expr: ex.Expr, factors: arithmetic.Factors) -> tuple[str, ...]:
+    """Helper functions, where scores are bent."""
+    exprs = (expr, *factors.bent.values(), *factors.names)
+    return ("reciprocal", *_helpers(*exprs)) if factors.bent else ()
 
 
 def _shared(exprs: tuple[ex.Expr, ...]) -> dict[ex.Expr, ex.Symbol]:
