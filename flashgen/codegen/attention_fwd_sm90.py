@@ -151,7 +151,8 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(spec.qk_chunks), sum(spec.v_chunks))
     lists = listed(spec.mask)
-    table = _DEFAULT_TILES_OF_READS if lists or _asks_of_each_key(spec) else _DEFAULT_TILES
+    reads = (lists or _asks_of_each_key(spec)) and not _repeats(spec)
+    table = _DEFAULT_TILES_OF_READS if reads else _DEFAULT_TILES
     tile = next(tile for limit, *tile in table if head_dim <= limit)
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
     # nor has one of any head dim that holds the addresses of what is read of pairs.
@@ -162,6 +163,15 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     # softcap and a bias spills 18 times in its loop otherwise.
     rest = (4, 1, "pinned" if pairs else "late", "lazy", "tree", "lane")
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
+
+
+def _repeats(spec: AttentionSpec) -> bool:
+    """Whether the mask is made of bits in blocks of 128 keys, and no score rule reads."""
+    from flashgen.codegen import conjuncts
+
+    mask, reads = spec.mask, spec.score_mod is not None and ex.loads(spec.score_mod.expr)
+    period = conjuncts.period(conjuncts.joined(mask.expr, mask.types)[1:])
+    return not reads and period > 0 and 128 % period == 0
 
 
 def _asks_of_each_key(spec: AttentionSpec) -> bool:

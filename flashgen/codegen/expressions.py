@@ -411,6 +411,24 @@ class RenderedLists:
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedBits:
+    """An element mask of a range of keys, and of what is the same for every `period` keys, for templates that
+    give each key a bit.
+    """
+
+    period: int
+    """Blocks of a multiple of it are alike."""
+    keep: tuple[str, ...]
+    """As that of the mask, of all but the range."""
+    key_terms: tuple[str, ...]
+    row_loads: tuple[str, ...]
+    begin: str
+    """The name of the range's first key, of each row or of all; empty where that is 0."""
+    end: str
+    """The name of the key behind its last."""
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedMask:
     """A mask as the templates use it: for a tile of rows that walks keys, or one of keys that walks rows. For
     the latter, rows and keys change places in what is said here.
@@ -437,6 +455,8 @@ class RenderedMask:
     helpers: tuple[str, ...]
     lists: RenderedLists | None
     """In the place of ranges, where the mask needs them."""
+    bits: RenderedBits | None = None
+    """The element mask another way, where it is of that kind."""
 
     @property
     def differs_by_row(self) -> bool:
@@ -533,13 +553,14 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
     apart = apart or lists is not None
     early = ("q", "k", "pair") if apart else (across,)
     text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
-    keep, limits = _kept(rule, along, text, terms)
+    keep, limits, bits = _kept(rule, along, text, terms)
 
     def lines_of(side: str) -> tuple[str, ...]:
         return tuple(
             f"{name.name} = {_term(text, each)}" for each, name in terms.items() if side_of(each) == side
         )
 
+    before = text.side_lines(across) + lines_of(across)
     return RenderedMask(
         keep=_lines(keep),
         ranges=tuple(
@@ -547,7 +568,7 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
         ),
         wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines(across) + lines_of(across) + limits,
+        row_loads=before + limits,
         key_loads=text.side_lines(along) + text.side_lines("pair") if apart else (),
         key_terms=lines_of(along),
         symbols=text.symbols,
@@ -557,32 +578,35 @@ def render_mask(rule: Rule, may_list: bool = True, along: str = "k", apart: bool
         ),
         helpers=_helpers(rule.expr, *bounds),
         lists=None if lists is None else _render_lists(rule, lists),
+        bits=bits and replace(bits, row_loads=before + bits.row_loads, key_terms=lines_of(along)),
     )
 
 
 def _kept(
     rule: Rule, along: str, text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
-) -> tuple[str, tuple[str, ...]]:
-    """A mask's condition on a pair, and the lines before it that say of each row which keys it sees.
+) -> tuple[str, tuple[str, ...], RenderedBits | None]:
+    """A mask's condition on a pair, the lines before it that say of each row which keys it sees, and the same
+    for bits.
 
     A mask of one comparison is left as it reads.
     """
     there = _IN_BOUNDS[frozenset({along})]
     if ex.constant(rule.expr) is True:
-        return there, ()
+        return there, (), None
     plain = f"({text(ex.substitute(rule.expr, terms))}) & ({there})"
     if along != "k" or not isinstance(rule.expr, ex.Apply) or rule.expr.op not in ("&", "|"):
-        return plain, ()
+        return plain, (), None
     found = conjuncts.joined(rule.expr, rule.types)
     if found == (conjuncts.Interval(conjuncts.K_IDX, None, conjuncts.K_LEN), rule.expr):
-        return plain, ()
+        return plain, (), None
     wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
 
     def printed(expr: ex.Expr) -> str:
         reads_wide = any(load.operand in wide for load in ex.loads(expr))
         return text(ex.substitute(expr, terms)) + (".to(tl.int32)" if reads_wide else "")
 
-    lines, kept = [], []
+    lines: dict[str, str] = {}
+    kept = []
     intervals = [each for each in found if isinstance(each, conjuncts.Interval)]
     for each in found:
         if not isinstance(each, conjuncts.Interval):
@@ -592,17 +616,32 @@ def _kept(
         value = text(ex.substitute(each.value, terms))
         begin, end, count = (f"{rule.kind}__{word}{number}" for word in ("from", "end", "count"))
         if each.lo is not None:
-            lines.append(f"{begin} = {printed(each.lo)}")
+            lines[begin] = printed(each.lo)
         if each.hi is not None:
-            lines.append(f"{end} = {printed(each.hi)}")
+            lines[end] = printed(each.hi)
         if each.hi is None:
             kept.append(f"{value} >= {begin}")
         elif each.lo is None:
             kept.append(f"{value} < {end}")
         else:  # as numbers without a sign, what lies before the first is far behind the last
-            lines.append(f"{count} = tl.maximum({end} - {begin}, 0).to(tl.uint32)")
+            lines[count] = f"tl.maximum({end} - {begin}, 0).to(tl.uint32)"
             kept.append(f"({value} - {begin}).to(tl.uint32) < {count}")
-    return " & ".join(f"({each})" for each in kept) if len(kept) > 1 else kept[0], tuple(lines)
+    bits = None
+    if period := conjuncts.period(found[1:]):
+        begin, end, count = (f"{rule.kind}__{word}_0" for word in ("from", "end", "count"))
+        bits = RenderedBits(
+            period=period,
+            keep=_lines(_all_of(kept[1:])),
+            key_terms=(),
+            row_loads=tuple(f"{name} = {each}" for name, each in lines.items() if name != count),
+            begin=begin if begin in lines else "",
+            end=end,
+        )
+    return _all_of(kept), tuple(f"{name} = {each}" for name, each in lines.items()), bits
+
+
+def _all_of(conditions: Sequence[str]) -> str:
+    return " & ".join(f"({each})" for each in conditions) if len(conditions) > 1 else conditions[0]
 
 
 def _lines(text: str) -> tuple[str, ...]:

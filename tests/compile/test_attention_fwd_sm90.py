@@ -127,6 +127,18 @@ def test_distances_cost_an_addition_a_score_and_a_product_a_column(dim: int, tmp
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_a_pair_of_a_grid_is_asked_for_one_bit(dim: int, tmp_path: Path) -> None:
+    """Two blocks select each score once, by its bit; a comparison of each pair is made once a tile."""
+    spec = AttentionSpec(dim, dim, "bf16", masks.neighborhood((64, 64), (13, 13)).rule)
+    config = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
+    artifact = build(spec, config, tmp_path)
+    code, scores = sass(artifact.cubin), 2 * 64  # of both consumers' threads
+    assert len(re.findall(r"\bFSEL\b", code)) < 2.3 * scores
+    assert len(re.findall(r"\bISETP\b", code)) < 2.0 * scores
+    assert artifact.spill_bytes <= 32 and spills_in_loops(code) == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_scores_near_zero_are_bent_without_special_functions(dim: int, tmp_path: Path) -> None:
     """A block has both ways: by five instructions a score, and by an exponential and a reciprocal beside."""
 

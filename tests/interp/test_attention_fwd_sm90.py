@@ -101,6 +101,39 @@ def test_masks(mask: Mask) -> None:
     check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200), DYNAMIC)
 
 
+def _mask(text: str, *values: float) -> Mask:
+    return Mask(Rule.parse("mask", text), values)
+
+
+PERIODS = (
+    (masks.neighborhood((25, 8), (7, 3)), 8),
+    (masks.neighborhood((4, 64), (3, 13)) & CAUSAL, 64),
+    (masks.neighborhood((2, 128), (2, 5)), 128),
+    (masks.neighborhood((5, 40), (3, 5)), 40),
+    (_mask("(k_idx % 4 >= 1) & (k_idx % 16 < 11) & (q_pos - k_idx < 90)"), 16),
+    (_mask("(k_idx % 8 != 1) & (k_idx % 8 < c) & (q_pos >= k_idx) where c: i32", 6), 0),
+    (_mask("(k_idx % 32 - q_pos % 5 > 3) & (k_idx >= 7)"), 32),
+    (_mask("(k_idx % 4 < 3) & (k_idx % 4 > 0)"), 4),
+)
+
+
+@pytest.mark.parametrize(
+    "config", [DYNAMIC, SPLIT, OPTIMISTIC, "c1x2n128s2g4p4_early_always_chain_row_plain"]
+)
+@pytest.mark.parametrize("mask,period", PERIODS, ids=str)
+def test_what_a_mask_repeats_with_the_blocks_is_bits(mask: Mask, period: int, config: str) -> None:
+    if config == SPLIT and tiles.lists(mask.rule):
+        return  # keys of listed blocks are not split
+    works = [
+        workload(16, dtype="bf16", mask=mask, heads=4, q_len=q_len, k_len=k_len)
+        for q_len, k_len in ((150, 200), (200, 150))
+    ]
+    text = render(works[0].spec, FAMILY.find(config), toolchain()).text
+    assert ("in_bits" in text) == (period > 0 and FAMILY.find(config).number("block_n") % period == 0)
+    for work in works:
+        check(work, config)
+
+
 BY_RANGES = [mask for mask in TABLE_MASKS + COMBINED if tiles.lists(mask.rule) is None]
 
 
