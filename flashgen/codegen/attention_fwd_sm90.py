@@ -166,20 +166,24 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
 
 
 def _repeats(spec: AttentionSpec) -> bool:
-    """Whether the mask is made of bits in blocks of 128 keys, and no score rule reads."""
-    from flashgen.codegen import conjuncts
+    """Whether the mask is made of bits in blocks of 128 keys, with registers that no score rule takes."""
+    from flashgen.codegen import conjuncts  # see `family.listed`
 
-    mask, reads = spec.mask, spec.score_mod is not None and ex.loads(spec.score_mod.expr)
-    period = conjuncts.period(conjuncts.joined(mask.expr, mask.types)[1:])
-    return not reads and period > 0 and 128 % period == 0
+    period = conjuncts.period(conjuncts.joined(spec.mask.expr, spec.mask.types)[1:])
+    return spec.score_mod is None and period > 0 and 128 % period == 0
 
 
 def _asks_of_each_key(spec: AttentionSpec) -> bool:
-    """Whether a score rule reads of each key, or the mask divides each key's position."""
+    """Whether a score rule reads of each key, or bends scores and asks for positions beside, which then live
+    across a branch, or the mask divides each key's position.
+    """
     operations = (node for node in ex.walk(spec.mask.expr) if isinstance(node, ex.Apply))
     divided = (node for node in operations if node.op in ("//", "%"))
     read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
     asked: tuple[ex.Expr, ...] = (*divided, *read)
+    rule = ex.ZERO if spec.score_mod is None else spec.score_mod.expr
+    if any(isinstance(node, ex.Apply) and node.op == "tanh" for node in ex.walk(rule)):
+        asked += (rule,)
     return any("k_idx" in ex.free_symbols(each) for each in asked)
 
 

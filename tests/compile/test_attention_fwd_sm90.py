@@ -96,6 +96,8 @@ NAMED_MASKS = (
 )
 NAMED_RULES = (
     score_mods.alibi(),
+    score_mods.softcap(30.0),
+    score_mods.softcap(30.0).then(score_mods.alibi()),
     score_mods.softcap(30.0).then(score_mods.bias("bhqk", "bf16")),
     score_mods.bias("bk"),
     score_mods.relative("fp32", 128),
