@@ -23,18 +23,24 @@ HERE = {
     "q_pos__here": "(rows + (k_len - q_len - start_n)).to(tl.float32)",
 }
 """Symbols for positions from a block's first key on as float32, exact for any; and how each is printed."""
+_QUARTERS = 4.0
 KEYS = ex.Symbol("score__keys")
 """Stands for the keys' part of distances that are taken apart."""
 _SCORE, _SCALE, _LOG2E = ex.Symbol("score"), ex.Symbol("scale"), ex.Symbol("LOG2E")
 _PER_ELEMENT = {*_POSITIONS, *FLOATS, "score"}
+_BENT = "score__tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
     """What a whole tile is multiplied by, reckoned before the loops; a division is eight instructions."""
 
+    bends: bool = False
+    """Whether a tanh of scores is one function of all that a thread has, of four times its argument."""
     names: dict[ex.Expr, ex.Symbol] = field(default_factory=dict)
     """A name for each, in the order in which they are needed."""
+    bent: dict[str, ex.Expr] = field(default_factory=dict)
+    """Of each symbol that stands for such a tanh, four times its argument."""
 
     def natural(self, expr: ex.Expr) -> ex.Expr:
         """The value of an expression of scores in natural units: by products, where it has quotients."""
@@ -58,21 +64,43 @@ class Factors:
             return ex.rebuild(expr, (self._of_products(condition), *map(self.log2, values)))
         return self._product(expr, _LOG2E)
 
+    def log2_folded(self, expr: ex.Expr) -> tuple[ex.Expr, ex.Expr | None]:
+        """As `log2`, but for what a tile multiplies a tanh by that is the whole rule: that is told apart, for
+        the exponent to take in.
+
+        It may be negative, and the tanh has its sign already; None where there is nothing to take in.
+        """
+        inner, factor = _peeled(expr, _LOG2E)
+        if not self._is_bent(inner) or factor is None or factor == _LOG2E:
+            return self.log2(expr), None
+        unit = self._name(factor)
+        signed = (ex.Apply("<", (unit, ex.ZERO)), ex.number(-_QUARTERS), ex.number(_QUARTERS))
+        return self._tanh(inner, ex.Apply("where", signed)), unit
+
+    def _is_bent(self, expr: ex.Expr) -> bool:
+        is_tanh = isinstance(expr, ex.Apply) and expr.op == "tanh"
+        return self.bends and is_tanh and "score" in ex.free_symbols(expr)
+
+    def _tanh(self, expr: ex.Expr, times: ex.Expr) -> ex.Expr:
+        """The symbol of a tanh of scores that is given as many times its argument."""
+        (argument,) = (self._product(each, times) for each in ex.children(expr))
+        name = f"{_BENT}_{len(self.bent)}"
+        self.bent[name] = argument
+        return ex.Symbol(name)
+
     def _product(self, expr: ex.Expr, factor: ex.Expr | None) -> ex.Expr:
         """`expr` times a factor that a tile shares; None is 1."""
         if isinstance(expr, ex.Const):
             return expr if factor is None or math.isinf(expr.value) else _times(expr, factor)
         if not _differs(expr):
             return expr if factor is None else self._name(_times(expr, factor))
-        if isinstance(expr, ex.Apply) and expr.op in ("*", "/"):
-            first, second = expr.args
-            if not _differs(second):
-                return self._product(first, (_over if expr.op == "/" else _times)(factor, second))
-            if expr.op == "*" and not _differs(first):
-                return self._product(second, _times(factor, first))
-        if expr == _SCORE:
-            return _times(expr, self._name(_times(_SCALE, factor)))
-        changed = ex.rebuild(expr, tuple(map(self._of_products, ex.children(expr))))
+        inner, factor = _peeled(expr, factor)
+        if inner == _SCORE:
+            return _times(inner, self._name(_times(_SCALE, factor)))
+        if self._is_bent(inner):
+            changed = self._tanh(inner, ex.number(_QUARTERS))
+        else:
+            changed = ex.rebuild(inner, tuple(map(self._of_products, ex.children(inner))))
         return changed if factor is None else _times(changed, self._name(factor))
 
     def _of_products(self, expr: ex.Expr) -> ex.Expr:
@@ -82,6 +110,17 @@ class Factors:
         if isinstance(factor, ex.Symbol | ex.Const):
             return factor
         return self.names.setdefault(factor, ex.Symbol(f"score__factor_{len(self.names)}"))
+
+
+def _peeled(expr: ex.Expr, factor: ex.Expr | None) -> tuple[ex.Expr, ex.Expr | None]:
+    """A product with `factor` as what differs from pair to pair, and all else that is multiplied."""
+    if isinstance(expr, ex.Apply) and expr.op in ("*", "/"):
+        first, second = expr.args
+        if not _differs(second):
+            return _peeled(first, (_over if expr.op == "/" else _times)(factor, second))
+        if expr.op == "*" and not _differs(first):
+            return _peeled(second, _times(factor, first))
+    return expr, factor
 
 
 def _times(factor: ex.Expr | None, other: ex.Expr | None) -> ex.Expr:
@@ -96,7 +135,7 @@ def _over(factor: ex.Expr | None, divisor: ex.Expr) -> ex.Expr:
 
 def _differs(expr: ex.Expr) -> bool:
     """Whether an expression is one of each pair, row or key, and not of a whole tile."""
-    return bool(ex.free_symbols(expr) & _PER_ELEMENT)
+    return any(name in _PER_ELEMENT or name.startswith(_BENT) for name in ex.free_symbols(expr))
 
 
 def _is_shared_quotient(node: ex.Expr) -> bool:

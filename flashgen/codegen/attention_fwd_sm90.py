@@ -151,7 +151,8 @@ def _derived(config: Config, spec: AttentionSpec) -> dict[str, Any]:
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     head_dim = max(sum(spec.qk_chunks), sum(spec.v_chunks))
     lists = listed(spec.mask)
-    table = _DEFAULT_TILES_OF_READS if lists or _asks_of_each_key(spec) else _DEFAULT_TILES
+    reads = (lists or _asks_of_each_key(spec)) and not _repeats(spec)
+    table = _DEFAULT_TILES_OF_READS if reads else _DEFAULT_TILES
     tile = next(tile for limit, *tile in table if head_dim <= limit)
     # With the LSE, or a list, a thread of a large head dim has no register left for the next tile's place;
     # nor has one of any head dim that holds the addresses of what is read of pairs.
@@ -164,12 +165,25 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     return ((*tile, *rest, schedule), (1, 1, 64, 2, *rest, "plain"))
 
 
+def _repeats(spec: AttentionSpec) -> bool:
+    """Whether the mask is made of bits in blocks of 128 keys, with registers that no score rule takes."""
+    from flashgen.codegen import conjuncts  # see `family.listed`
+
+    period = conjuncts.period(conjuncts.joined(spec.mask.expr, spec.mask.types)[1:])
+    return spec.score_mod is None and period > 0 and 128 % period == 0
+
+
 def _asks_of_each_key(spec: AttentionSpec) -> bool:
-    """Whether a score rule reads of each key, or the mask divides each key's position."""
+    """Whether a score rule reads of each key, or bends scores and asks for positions beside, which then live
+    across a branch, or the mask divides each key's position.
+    """
     operations = (node for node in ex.walk(spec.mask.expr) if isinstance(node, ex.Apply))
     divided = (node for node in operations if node.op in ("//", "%"))
     read = ex.loads(spec.score_mod.expr) if spec.score_mod else ()
     asked: tuple[ex.Expr, ...] = (*divided, *read)
+    rule = ex.ZERO if spec.score_mod is None else spec.score_mod.expr
+    if any(isinstance(node, ex.Apply) and node.op == "tanh" for node in ex.walk(rule)):
+        asked += (rule,)
     return any("k_idx" in ex.free_symbols(each) for each in asked)
 
 

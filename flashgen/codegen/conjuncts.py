@@ -7,7 +7,8 @@ score three comparisons and three selects. What of it is of the row alone is wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -54,6 +55,22 @@ def joined(expr: ex.Expr, types: Mapping[str, str]) -> tuple[Interval | ex.Expr,
     if of_rows:
         hi = ex.make("where", _joined(of_rows), hi, ex.ZERO)
     return (Interval(K_IDX, lo, hi), *rest)
+
+
+def period(found: Sequence[Interval | ex.Expr]) -> int:
+    """After how many keys conditions are the same again for every row; 0 where that is not known, or there is
+    none: each has to bound the remainder of k_idx by a literal.
+    """
+    divisors = [
+        int(each.value.args[1].value)
+        for each in found
+        if isinstance(each, Interval)
+        and isinstance(each.value, ex.Apply)
+        and each.value.op == "%"
+        and each.value.args[0] == K_IDX
+        and isinstance(each.value.args[1], ex.Const)
+    ]
+    return math.lcm(*divisors) if divisors and len(divisors) == len(found) else 0
 
 
 def _conditions(expr: ex.Expr, types: Mapping[str, str]) -> list[Interval | ex.Expr]:

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from flashgen.codegen import arithmetic, conjuncts
 from flashgen.codegen.abi import Arg, share_names
@@ -37,6 +37,8 @@ _CALLS = {
     "%": "floor_mod",
 }
 
+BENDS = "tanh_of_quarter"
+"""The tanh of a quarter of each score of a thread, which partials/warpgroup.jinja defines."""
 _COSTLY = frozenset({"exp", "exp2", "log", "log2", "sqrt", "tanh"})
 """Functions that are evaluated once where a score rule and its derivative share them."""
 
@@ -186,6 +188,8 @@ class Printer:
     """Sides of a tile, `q`, `k` or `pair`, whose reads are made by lines of their own (`side_lines`)."""
     tile: str = "q"
     """What there is a tile of, whose ends are called `first` and `last`; as for `is_uniform`."""
+    bent: Mapping[str, ex.Expr] = field(default_factory=dict)
+    """As `arithmetic.Factors.bent`."""
 
     @property
     def uniform(self) -> tuple[ex.Load, ...]:
@@ -206,6 +210,8 @@ class Printer:
         names = {name: argument_name(self.rule.kind, name) for name, _ in self.rule.params}
         names |= {f"{self.tile}_{end}": end for end in ("first", "last")}
         names |= arithmetic.FLOATS | arithmetic.HERE
+        bent = ex.free_symbols(expr) & set(self.bent)
+        names |= {name: f"{BENDS}({self(self.bent[name])})" for name in bent}
         style = ex.Style(names=names, calls=_CALLS, keeps=_truncates, load=self._load, literal=_literal)
         return ex.to_text(expr, style)
 
@@ -405,6 +411,24 @@ class RenderedLists:
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedBits:
+    """An element mask of a range of keys, and of what is the same for every `period` keys, for templates that
+    give each key a bit.
+    """
+
+    period: int
+    """Blocks of a multiple of it are alike."""
+    keep: tuple[str, ...]
+    """As that of the mask, of all but the range."""
+    key_terms: tuple[str, ...]
+    row_loads: tuple[str, ...]
+    begin: str
+    """The name of the range's first key, of each row or of all; empty where that is 0."""
+    end: str
+    """The name of the key behind its last."""
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedMask:
     """A mask as the templates use it: for a tile of rows that walks keys, or one of keys that walks rows. For
     the latter, rows and keys change places in what is said here.
@@ -431,6 +455,8 @@ class RenderedMask:
     helpers: tuple[str, ...]
     lists: RenderedLists | None
     """In the place of ranges, where the mask needs them."""
+    bits: RenderedBits | None = None
+    """The element mask another way, where it is of that kind."""
 
     @property
     def differs_by_row(self) -> bool:
@@ -455,7 +481,8 @@ class RenderedScore:
     text: str
     """The score that the rule gives, from `score`; empty when there is no rule."""
     folded: bool
-    """No rule and a positive scale: the scale goes into the exponent."""
+    """What all scores are multiplied by goes into the exponent: the scale, where there is no rule and it is
+    positive, or what `factors` says last."""
     uniform_loads: tuple[str, ...]
     row_loads: tuple[str, ...]
     symbols: frozenset[str]
@@ -471,6 +498,8 @@ class RenderedScore:
     """Lines for what rule and derivatives share."""
     factors: tuple[str, ...] = ()
     """Lines for what a whole tile is multiplied by, behind the uniform loads; they may take `scale`."""
+    bends: bool = False
+    """Whether `text` calls `BENDS`."""
     in_log2: bool = False
     """Whether `text` takes dot products and gives log2 units; otherwise it takes and gives natural units."""
     keys: str = ""
@@ -528,13 +557,14 @@ def render_mask(
     early = ("q", "k", "pair") if apart else (across,)
     text, terms = Printer(rule, (rule.expr, *bounds), early=early), _terms(rule)
     ends = frozenset({"q", "k"}) if both_ends else frozenset({along})
-    keep, limits = _kept(rule, along, ends, text, terms)
+    keep, limits, bits = _kept(rule, along, ends, text, terms)
 
     def lines_of(side: str) -> tuple[str, ...]:
         return tuple(
             f"{name.name} = {_term(text, each)}" for each, name in terms.items() if side_of(each) == side
         )
 
+    before = text.side_lines(across) + lines_of(across)
     return RenderedMask(
         keep=_lines(keep),
         ranges=tuple(
@@ -542,7 +572,7 @@ def render_mask(
         ),
         wide_bounds=_is_wide(rule, bounds if lists is None else _bounds(lists.within)),
         uniform_loads=text.uniform_lines(),
-        row_loads=text.side_lines(across) + lines_of(across) + limits,
+        row_loads=before + limits,
         key_loads=text.side_lines(along) + text.side_lines("pair") if apart else (),
         key_terms=lines_of(along),
         symbols=text.symbols,
@@ -552,33 +582,35 @@ def render_mask(
         ),
         helpers=_helpers(rule.expr, *bounds),
         lists=None if lists is None else _render_lists(rule, lists),
+        bits=bits and replace(bits, row_loads=before + bits.row_loads, key_terms=lines_of(along)),
     )
 
 
 def _kept(
     rule: Rule, along: str, ends: frozenset[str], text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
-) -> tuple[str, tuple[str, ...]]:
-    """A mask's condition on a pair, that of some sides' ends included, and the lines before it that say of
-    each row which keys it sees.
+) -> tuple[str, tuple[str, ...], RenderedBits | None]:
+    """A mask's condition on a pair, that of some sides' ends included, the lines before it that say of each row
+    which keys it sees, and the same for bits.
 
     A mask of one comparison is left as it reads.
     """
     there = _IN_BOUNDS[ends]
     if ex.constant(rule.expr) is True:
-        return there, ()
+        return there, (), None
     plain = f"({text(ex.substitute(rule.expr, terms))}) & ({there})"
     if along != "k" or not isinstance(rule.expr, ex.Apply) or rule.expr.op not in ("&", "|"):
-        return plain, ()
+        return plain, (), None
     found = conjuncts.joined(rule.expr, rule.types)
     if found == (conjuncts.Interval(conjuncts.K_IDX, None, conjuncts.K_LEN), rule.expr):
-        return plain, ()
+        return plain, (), None
     wide = {operand.name for operand in rule.operands if operand.dtype == "i64"}
 
     def printed(expr: ex.Expr) -> str:
         reads_wide = any(load.operand in wide for load in ex.loads(expr))
         return text(ex.substitute(expr, terms)) + (".to(tl.int32)" if reads_wide else "")
 
-    lines, kept = [], []
+    lines: dict[str, str] = {}
+    kept = []
     intervals = [each for each in found if isinstance(each, conjuncts.Interval)]
     for each in found:
         if not isinstance(each, conjuncts.Interval):
@@ -588,17 +620,32 @@ def _kept(
         value = text(ex.substitute(each.value, terms))
         begin, end, count = (f"{rule.kind}__{word}{number}" for word in ("from", "end", "count"))
         if each.lo is not None:
-            lines.append(f"{begin} = {printed(each.lo)}")
+            lines[begin] = printed(each.lo)
         if each.hi is not None:
-            lines.append(f"{end} = {printed(each.hi)}")
+            lines[end] = printed(each.hi)
         if each.hi is None:
             kept.append(f"{value} >= {begin}")
         elif each.lo is None:
             kept.append(f"{value} < {end}")
         else:  # as numbers without a sign, what lies before the first is far behind the last
-            lines.append(f"{count} = tl.maximum({end} - {begin}, 0).to(tl.uint32)")
+            lines[count] = f"tl.maximum({end} - {begin}, 0).to(tl.uint32)"
             kept.append(f"({value} - {begin}).to(tl.uint32) < {count}")
-    return " & ".join(f"({each})" for each in kept) if len(kept) > 1 else kept[0], tuple(lines)
+    bits = None
+    if period := conjuncts.period(found[1:]):
+        begin, end, count = (f"{rule.kind}__{word}_0" for word in ("from", "end", "count"))
+        bits = RenderedBits(
+            period=period,
+            keep=_lines(_all_of(kept[1:])),
+            key_terms=(),
+            row_loads=tuple(f"{name} = {each}" for name, each in lines.items() if name != count),
+            begin=begin if begin in lines else "",
+            end=end,
+        )
+    return _all_of(kept), tuple(f"{name} = {each}" for name, each in lines.items()), bits
+
+
+def _all_of(conditions: Sequence[str]) -> str:
+    return " & ".join(f"({each})" for each in conditions) if len(conditions) > 1 else conditions[0]
 
 
 def _lines(text: str) -> tuple[str, ...]:
@@ -669,13 +716,20 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
     exprs += tuple(share.slope for share in learned)
     exprs += tuple(share.load for share in learned if share.side == "pair")  # whose address is evaluated
     text = Printer(rule, exprs, early=(_OTHER[along], "pair"))
-    factors = arithmetic.Factors()
     in_log2 = spec.op == "fwd" and arithmetic.scores_in(rule.expr) == 1
-    faster = factors.log2 if in_log2 else factors.natural
-    fast = tuple(faster(arithmetic.floats_early(each, rule.types)) for each in exprs)
+    # What is read of pairs would live across a branch: a softcap with a bias spills 56 times at head_dim 128.
+    factors = arithmetic.Factors(bends=in_log2 and apart and not text.side_lines("pair"))
+    early = tuple(arithmetic.floats_early(each, rule.types) for each in exprs)
+    if in_log2 and apart and not spec.quantized:
+        folded, unit = factors.log2_folded(early[0])
+        fast: tuple[ex.Expr, ...] = (folded,)
+    else:
+        unit = None
+        fast = tuple(map(factors.log2 if in_log2 else factors.natural, early))
     if in_log2 and apart and (parts := arithmetic.taken_apart(fast[0], spec.mask)):
         return _render_apart(rule, parts, factors)
     names = _shared(fast)
+    text = replace(text, bent=factors.bent)
     slopes = [
         "" if exprs[i] == ex.ONE else text(ex.substitute(fast[i], names))
         for i in range(slope_at, slope_at + 1 + len(learned))
@@ -683,16 +737,17 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
     changed = text(ex.substitute(fast[0], names))
     return RenderedScore(
         text=changed if _is_of_pairs(rule.expr) else f"tl.zeros_like(score) + {changed}",
-        folded=False,
+        folded=unit is not None,
         uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines(_OTHER[along]),
         symbols=text.symbols,
-        helpers=_helpers(*exprs),
+        helpers=_bent_helpers(fast[0], factors) or _helpers(*exprs),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
+        bends=bool(factors.bent),
         slope=slopes[0] if spec.op == "bwd" else "",
         shared=tuple(f"{name.name} = {text(_inside(each, names))}" for each, name in names.items()),
-        factors=_factor_lines(text, factors),
+        factors=_factor_lines(text, factors, unit),
         in_log2=in_log2,
         learned=tuple(
             RenderedShare(
@@ -709,16 +764,19 @@ def render_score(spec: AttentionSpec, along: str = "k", apart: bool = False) -> 
 
 def _render_apart(rule: Rule, parts: arithmetic.Apart, factors: arithmetic.Factors) -> RenderedScore:
     """A rule whose distances are taken apart: for them no pair, row or key is asked for its position."""
-    text = Printer(rule, (arithmetic.of_positions(parts.rest), *factors.names), early=("q", "pair"))
+    rest, bent = arithmetic.of_positions(parts.rest), tuple(factors.bent.values())
+    exprs = (rest, *map(arithmetic.of_positions, bent), *factors.names)
+    text = Printer(rule, exprs, early=("q", "pair"), bent=factors.bent)
     return RenderedScore(
         text=text(parts.rest),
         folded=False,
         uniform_loads=text.uniform_lines(),
         row_loads=text.side_lines("q"),
         symbols=text.symbols,
-        helpers=_helpers(parts.rest),
+        helpers=_bent_helpers(parts.rest, factors) or _helpers(parts.rest),
         pair_loads=text.side_lines("pair"),
         may_drop=rule.may_drop,
+        bends=bool(factors.bent),
         factors=_factor_lines(text, factors),
         in_log2=True,
         keys=text(parts.keys),
@@ -726,8 +784,18 @@ def _render_apart(rule: Rule, parts: arithmetic.Apart, factors: arithmetic.Facto
     )
 
 
-def _factor_lines(text: Printer, factors: arithmetic.Factors) -> tuple[str, ...]:
-    return tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items())
+def _factor_lines(text: Printer, factors: arithmetic.Factors, unit: ex.Expr | None = None) -> tuple[str, ...]:
+    lines = tuple(f"{name.name} = {text(each)}" for each, name in factors.names.items())
+    if unit is None:
+        return lines
+    size = f"tl.maximum(tl.abs({text(unit)}), 2.0**-126)"
+    return (*lines, f"scale_log2 = {size}  # 0 times a masked score would be NaN")
+
+
+def _bent_helpers(expr: ex.Expr, factors: arithmetic.Factors) -> tuple[str, ...]:
+    """Helper functions, where scores are bent."""
+    exprs = (expr, *factors.bent.values(), *factors.names)
+    return ("reciprocal", *_helpers(*exprs)) if factors.bent else ()
 
 
 def _shared(exprs: tuple[ex.Expr, ...]) -> dict[ex.Expr, ex.Symbol]:

@@ -58,6 +58,30 @@ def test_a_rule_takes_dot_products_and_gives_log2_units(text: str, expected: str
 
 
 @pytest.mark.parametrize(
+    ("text", "expected", "bent", "unit"),
+    [
+        ("cap * tanh(score / cap) where cap: f32", "score__tanh_0", ["score * score__factor_1"],
+         "score__factor_0"),
+        ("tanh(score)", "score__tanh_0 * LOG2E", ["score * score__factor_0"], None),
+        ("1 - b * tanh(score) where b: f32", "1 * LOG2E - score__tanh_0 * score__factor_1",
+         ["score * score__factor_0"], None),
+        ("b * tanh(tanh(score) / 2) where b: f32", "score__tanh_1",
+         ["score * score__factor_1", "score__tanh_0 * score__factor_2"], "score__factor_0"),
+        # Not of scores: evaluated once a row or a key, by itself.
+        ("score + tanh(q_idx)", "score * score__factor_0 + tanh(q_idx) * LOG2E", [], None),
+    ],
+)  # fmt: skip
+def test_a_tanh_of_scores_is_one_function_of_a_thread(
+    text: str, expected: str, bent: list[str], unit: str | None
+) -> None:
+    rule, factors = Rule.parse("score", text), arithmetic.Factors(bends=True)
+    expr, found = factors.log2_folded(arithmetic.floats_early(rule.expr, rule.types))
+    assert (ex.to_text(expr), found and ex.to_text(found)) == (expected, unit)
+    assert list(map(ex.to_text, factors.bent.values())) == bent
+    assert list(factors.bent) == [f"score__tanh_{i}" for i in range(len(bent))]
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("score - 0.5 * abs(q_pos - k_idx)", "score - 0.5 * abs(q_pos__float - k_idx__float)"),

@@ -7,9 +7,10 @@ import torch
 from spec.test_tiles import Case, random_mask
 
 from flashgen.build.reference import TORCH_FUNCTIONS
-from flashgen.codegen.conjuncts import Interval, joined
+from flashgen.codegen.conjuncts import Interval, joined, period
 from flashgen.spec import expr as ex
 from flashgen.spec.masks import parse_mask
+from flashgen.spec.rule import Rule
 
 FEWER = {
     "sliding_window(5, 2)": 1,
@@ -49,6 +50,22 @@ def test_intervals_of_one_value_become_one(text):
     assert len(conditions(case)) == FEWER[text]
     intervals = [c for c in joined(case.mask.rule.expr, case.mask.rule.types) if isinstance(c, Interval)]
     assert len({each.value for each in intervals}) == len(intervals)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("k_idx % 8 < 3", 8),
+        ("(k_idx % 4 < 3) & (k_idx % 6 > q_idx % 2) & (k_idx < 9)", 12),
+        ("(k_idx % 8 < 3) & (k_idx // 8 < 3)", 0),
+        ("(k_idx % 8 < 3) & (q_idx % 4 == k_idx % 4)", 0),
+        ("((k_idx + 1) % 8 < 3) & (k_idx % 4 < 2)", 0),
+        ("q_pos >= k_idx", 0),
+    ],
+)
+def test_conditions_on_remainders_repeat_with_the_keys(text, keys):
+    rule = Rule.parse("mask", text)
+    assert period(joined(rule.expr, rule.types)[1:]) == keys
 
 
 @pytest.mark.parametrize("seed", range(400))

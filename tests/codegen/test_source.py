@@ -261,6 +261,10 @@ SAMPLES = {
         ),
         "s2g1_shared",
     ),
+    "sm90_grid_neighborhood": sm90(
+        AttentionSpec(64, 64, "bf16", masks.neighborhood((64, 64), (13, 13)).rule),
+        "c1x2n128s2g4p1_late_lazy_tree_lane_dynamic",
+    ),
     "sm90_split_keys": sm90(
         AttentionSpec(128, 128, "bf16", masks.causal().rule, return_lse=True),
         "c2x1n64s4g4p4k16_late_lazy_tree_lane_dynamic",

@@ -96,6 +96,8 @@ NAMED_MASKS = (
 )
 NAMED_RULES = (
     score_mods.alibi(),
+    score_mods.softcap(30.0),
+    score_mods.softcap(30.0).then(score_mods.alibi()),
     score_mods.softcap(30.0).then(score_mods.bias("bhqk", "bf16")),
     score_mods.bias("bk"),
     score_mods.relative("fp32", 128),
@@ -124,6 +126,34 @@ def test_distances_cost_an_addition_a_score_and_a_product_a_column(dim: int, tmp
         return len(re.findall(r"\b(?:FADD|FMUL|FFMA|I2FP)\b", code)) / config.number("consumers")
 
     assert 192 < arithmetic(score_mods.alibi().rule) - arithmetic(None) < 320
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_pair_of_a_grid_is_asked_for_one_bit(dim: int, tmp_path: Path) -> None:
+    """Two blocks select each score once, by its bit; a comparison of each pair is made once a tile."""
+    spec = AttentionSpec(dim, dim, "bf16", masks.neighborhood((64, 64), (13, 13)).rule)
+    config = "c2x1n128s2g4p1_late_lazy_tree_lane_dynamic"
+    artifact = build(spec, config, tmp_path)
+    code, scores = sass(artifact.cubin), 2 * 64  # of both consumers' threads
+    assert len(re.findall(r"\bFSEL\b", code)) < 2.3 * scores
+    assert len(re.findall(r"\bISETP\b", code)) < 2.0 * scores
+    assert artifact.spill_bytes <= 32 and spills_in_loops(code) == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_near_zero_are_bent_without_special_functions(dim: int, tmp_path: Path) -> None:
+    """A block has both ways: by five instructions a score, and by an exponential and a reciprocal beside."""
+
+    def special(rule: Rule | None) -> dict[str, float]:
+        spec = AttentionSpec(dim, dim, "bf16", FULL, rule)
+        config = FAMILY.default(spec, H200, ALIGNED)
+        code = sass(build(spec, config.name, tmp_path).cubin)
+        scores = 2 * config.number("consumers") * config.number("block_n") // 2  # of two blocks
+        return {name: len(re.findall(rf"\b{name}\b", code)) / scores for name in names}
+
+    names = ("MUFU.EX2", "MUFU.RCP", "FFMA")
+    bent, plain = special(SOFTCAP), special(None)
+    assert [bent[name] - plain[name] for name in names] == pytest.approx([1, 1, 7], abs=0.2)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -215,7 +245,7 @@ def test_more_programs_than_registers_for_one_product_are_refused_before_ptxas_d
             AttentionSpec(128, 128, "bf16", FULL, return_lse=True),
             "c2x1n128s2g4p4k4_late_lazy_tree_lane_dynamic",
         ),
-        (AttentionSpec(64, 64, "fp16", WINDOW, SOFTCAP), "c1x3n64s2g4p8k64_late_lazy_tree_lane_plain"),
+        (AttentionSpec(64, 64, "fp16", WINDOW, SOFTCAP), "c1x2n64s2g4p8k64_late_lazy_tree_lane_plain"),
         (AttentionSpec(256, 256, "bf16", CAUSAL), "c2x1n64s2g4p1k8_late_lazy_tree_lane_plain"),
         (AttentionSpec(128, 128, "e4m3", CAUSAL), "c2x1n128s4g4p4k16_late_lazy_tree_lane_plain"),
     ],

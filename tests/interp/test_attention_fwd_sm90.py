@@ -15,6 +15,7 @@ from test_varlen import packed
 
 from flashgen.build.compile import toolchain
 from flashgen.build.inputs import TORCH, Inputs, make_inputs
+from flashgen.build.reference import attention_reference
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.source import KernelSource, render
 from flashgen.measure.check import Expected
@@ -98,6 +99,39 @@ def test_head_groups(heads: int, kv_heads: int, pack: int, layout: str) -> None:
 @pytest.mark.parametrize("mask", TABLE_MASKS + COMBINED, ids=lambda m: m.describe())
 def test_masks(mask: Mask) -> None:
     check(workload(16, dtype="bf16", mask=mask, batch=2, q_len=150, k_len=200), DYNAMIC)
+
+
+def _mask(text: str, *values: float) -> Mask:
+    return Mask(Rule.parse("mask", text), values)
+
+
+PERIODS = (
+    (masks.neighborhood((25, 8), (7, 3)), 8),
+    (masks.neighborhood((4, 64), (3, 13)) & CAUSAL, 64),
+    (masks.neighborhood((2, 128), (2, 5)), 128),
+    (masks.neighborhood((5, 40), (3, 5)), 40),
+    (_mask("(k_idx % 4 >= 1) & (k_idx % 16 < 11) & (q_pos - k_idx < 90)"), 16),
+    (_mask("(k_idx % 8 != 1) & (k_idx % 8 < c) & (q_pos >= k_idx) where c: i32", 6), 0),
+    (_mask("(k_idx % 32 - q_pos % 5 > 3) & (k_idx >= 7)"), 32),
+    (_mask("(k_idx % 4 < 3) & (k_idx % 4 > 0)"), 4),
+)
+
+
+@pytest.mark.parametrize(
+    "config", [DYNAMIC, SPLIT, OPTIMISTIC, "c1x2n128s2g4p4_early_always_chain_row_plain"]
+)
+@pytest.mark.parametrize("mask,period", PERIODS, ids=str)
+def test_what_a_mask_repeats_with_the_blocks_is_bits(mask: Mask, period: int, config: str) -> None:
+    if config == SPLIT and tiles.lists(mask.rule):
+        return  # keys of listed blocks are not split
+    works = [
+        workload(16, dtype="bf16", mask=mask, heads=4, q_len=q_len, k_len=k_len)
+        for q_len, k_len in ((150, 200), (200, 150))
+    ]
+    text = render(works[0].spec, FAMILY.find(config), toolchain()).text
+    assert ("in_bits" in text) == (period > 0 and FAMILY.find(config).number("block_n") % period == 0)
+    for work in works:
+        check(work, config)
 
 
 BY_RANGES = [mask for mask in TABLE_MASKS + COMBINED if tiles.lists(mask.rule) is None]
@@ -276,6 +310,53 @@ def test_maxima_that_keep_rising_or_stay(first: float, last: float, config: str,
     """Keys are walked from the last to the first, so they rise where the first scores are the largest."""
     work = workload(32, dtype=dtype, mask=FULL, heads=1, q_len=70, k_len=300)
     judge(ramped(work, first, last), work.spec, config)
+
+
+def _capped(text: str, *values: float) -> ScoreMod:
+    return ScoreMod(Rule.parse("score", text), values)
+
+
+CAPS = (
+    *map(score_mods.softcap, (1e-3, 1.0, 4.0, 50.0, 1e4, 1e8)),
+    score_mods.softcap(3.0).then(score_mods.softcap(0.5)),
+    _capped("c * tanh(score / c) where c: f32", -2.0),  # as with 2: tanh is odd
+    _capped("c * tanh(score) where c: f32", -2.0),
+    _capped("c * tanh(score) where c: f32", 0.0),  # no -inf of a dropped key is multiplied by 0
+    _capped("tanh(score)"),
+    _capped("2 - 3 * tanh(score / c) where c: f32", 4.0),
+    _capped("c * tanh((score + 0.1 * (k_idx - q_idx)) / c) + tanh(c) where c: f32", 5.0),
+    _capped("where(k_idx % 3 == 0, c * tanh(score / c), 0.5) where c: f32", 1.5),
+)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, OPTIMISTIC, SPLIT])
+@pytest.mark.parametrize("mod", CAPS, ids=lambda m: m.describe()[:40] + str(m.values))
+def test_scores_are_bent_exactly(mod: ScoreMod, config: str) -> None:
+    """Near 0, far from it and both in a warp; a large cap is nearly the identity."""
+    work = workload(32, dtype="fp16", mask=CAUSAL, score_mod=mod, heads=1, q_len=150, k_len=200)
+    inputs = ramped(work, 0.1, 3.0)
+    out, lse = run(inputs, render(work.spec, FAMILY.find(config), toolchain()))
+    expected, expected_lse = attention_reference(
+        inputs.q, inputs.k, inputs.v, mask=inputs.mask, score_mod=mod, scale=inputs.scale, dtype=torch.float64
+    )
+    torch.testing.assert_close(out.double(), expected.double(), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), atol=2e-6, rtol=2e-6)
+
+
+def test_tanh_of_a_thread_is_as_exact_as_exp_of_float32() -> None:
+    """All digits of the small, and 4e-7 of the others, whichever way their warp goes."""
+    work = workload(32, dtype="fp16", score_mod=score_mods.softcap(2.0))
+    kernel = gluon.loaded(render(work.spec, FAMILY.find(DYNAMIC), toolchain()).text)
+    for most in (1e-30, 0.4999, 0.51, 40.0, math.inf):
+        at = torch.cat([torch.linspace(-min(most, 80.0), min(most, 80.0), 4095), torch.tensor([most])])
+        found = kernel["tanh_of_quarter"](gluon.value(4 * at[torch.randperm(4096)].reshape(64, 64)))
+        found = found.flatten().sort().values
+        expected = at.sort().values.double().tanh()
+        torch.testing.assert_close(found.double(), expected, atol=0.0, rtol=8e-7)
+        assert (found - expected).abs().max() < 4e-7
+    lost = torch.zeros(64, 64)
+    lost[3, 5] = math.nan
+    assert kernel["tanh_of_quarter"](gluon.value(lost)).isnan().sum() == 1
 
 
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, SPLIT, OPTIMISTIC])
