@@ -589,8 +589,8 @@ def render_mask(
 def _kept(
     rule: Rule, along: str, ends: frozenset[str], text: Printer, terms: Mapping[ex.Expr, ex.Symbol]
 ) -> tuple[str, tuple[str, ...], RenderedBits | None]:
-    """A mask's condition on a pair, that of some sides' ends included, the lines before it that say of each row
-    which keys it sees, and the same for bits.
+    """A mask's condition on a pair, that of some sides' ends included, the lines before it that say of each
+    row which keys it sees, and the same for bits.
 
     A mask of one comparison is left as it reads.
     """
