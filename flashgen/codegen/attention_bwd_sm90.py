@@ -9,7 +9,7 @@ from flashgen.codegen.abi import Arg, Extent, Part, Scratch
 from flashgen.codegen.attention_bwd import gradient_values, leave_part, prepare_part, sink_parts
 from flashgen.codegen.attention_fwd_sm90 import reads_pairs
 from flashgen.codegen.chunks import chunks, described
-from flashgen.codegen.family import Family, Shared, Tiling
+from flashgen.codegen.family import Family, Shared, Tiling, listed
 from flashgen.spec import expr as ex
 from flashgen.spec.attention import AttentionSpec
 from flashgen.spec.config import Config, Value
@@ -198,7 +198,8 @@ def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     others = ((2, 4, "shared"), (2, 4, EXCHANGED))
     if most > 80 or _takes_registers(spec):  # beside a third warpgroup unions of ranges spill at 96
         return others
-    return ((2, 4, "registers" if most <= 64 else "shared", THIRD), *others)
+    held = (2, 4, "registers" if most <= 64 else "shared")
+    return (held if listed(spec.mask, "q") else (*held, THIRD), *others)  # and lists by ids at 64
 
 
 def _takes_registers(spec: AttentionSpec) -> bool:
@@ -251,7 +252,7 @@ def _signature(config: Config, spec: AttentionSpec) -> tuple[tuple[Arg, ...], ..
         *outputs,
         *places,
         (*(Arg(name, source, "i32") for name, source in sizes.items()), Arg("scale", "scale", "fp32")),
-        *([listed] if (listed := lists.arguments(spec, "q")) else []),
+        *([of_lists] if (of_lists := lists.arguments(spec, "q")) else []),
         *(group for rule in rules for group in rule_arguments(rule)),
     )
 

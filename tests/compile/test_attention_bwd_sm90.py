@@ -120,7 +120,8 @@ def test_the_gradient_of_sinks_is_another_part(dim: int, tmp_path: Path) -> None
     artifact = compile_kernel(render(spec, config, toolchain()), ALIGNED, H200, tmp_path)
     assert [part.name for part in artifact.before] == ["prepare_rows", "gradients_of_sinks"]
     assert artifact.before[1].spill_bytes == 0
-    assert spills_in_loops(sass(artifact.cubin)) <= (SPILLS_LEFT_TO_THE_CLOCK if dim == 128 else 0)
+    spilled = dim == 128 or "third" in config.name
+    assert spills_in_loops(sass(artifact.cubin)) <= (SPILLS_LEFT_TO_THE_CLOCK if spilled else 0)
 
 
 @pytest.mark.parametrize(

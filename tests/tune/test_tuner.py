@@ -303,6 +303,28 @@ def test_every_workload_gets_a_trial_though_its_share_is_short(store: TuningDB) 
     assert result.summaries[0].seconds > 1.2, "more than its share"
 
 
+def test_a_family_gets_a_kernel_that_is_right_though_others_fail_sooner(store: TuningDB) -> None:
+    """The default compiles last, and what neighbours won with does not fit here."""
+
+    class Spilling(NoCompiler):
+        ahead = 4
+
+        def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
+            future: Future[Compiled] = Future()
+            if source.config == DEFAULT:
+                threading.Timer(1.0, future.set_result, (Compiled(None),)).start()
+            else:
+                future.set_result(Compiled(None, Measurement(Status.TOO_LARGE, reason="it spills")))
+            return future
+
+    workloads = [landscape.workload(q_len) for q_len in (4096, 2048)]
+    compiler = Spilling(landscape.TOOLCHAIN)
+    result = run(store, Replay(landscape.records(*workloads)), *workloads, budget_s=1.5, compiler=compiler)
+    first = result.summaries[0]
+    assert first.winner is not None and first.winner.config == DEFAULT
+    assert first.outcomes["TOO_LARGE"] > 0 and first.seconds > 0.8, "more than its share"
+
+
 def test_the_budget_is_shared_by_the_workloads(store: TuningDB) -> None:
     class Slowly(Replay):
         def measure(self, trial: Trial) -> Measurement:
