@@ -247,6 +247,9 @@ SAMPLES = {
         AttentionSpec(64, 64, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
         "s2g4_registers",
     ),
+    "bwd_sm90_varlen_d128": bwd_sm90(
+        AttentionSpec(128, 128, "bf16", masks.causal().rule, addressing="varlen"), "s2g4_shared"
+    ),
     "bwd_sm90_exchanged_varlen_sinks": bwd_sm90(
         AttentionSpec(192, 128, "bf16", masks.causal().rule, addressing="varlen", sinks="bf16"),
         "s2g4_exchanged",

@@ -174,11 +174,11 @@ def producer(
     first = start_n
     last = gl.minimum(start_n + BLOCK_N, k_len) - 1
     mbarrier.expect(k_full, BLOCK_N * 192)
-    tma.async_copy_global_to_shared(K_0, [batch, kv_head, start_n, 0], k_full, k_smem_0)
-    tma.async_copy_global_to_shared(K_64, [batch, kv_head, start_n, 0], k_full, k_smem_64)
+    tma.async_copy_global_to_shared(K_0, [batch, kv_head, start_n, 0], k_full, k_smem_0.index(0))
+    tma.async_copy_global_to_shared(K_64, [batch, kv_head, start_n, 0], k_full, k_smem_64.index(0))
     mbarrier.expect(v_full, BLOCK_N * 160)
-    tma.async_copy_global_to_shared(V_0, [batch, kv_head, start_n, 0], v_full, v_smem_0)
-    tma.async_copy_global_to_shared(V_64, [batch, kv_head, start_n, 0], v_full, v_smem_64)
+    tma.async_copy_global_to_shared(V_0, [batch, kv_head, start_n, 0], v_full, v_smem_0.index(0))
+    tma.async_copy_global_to_shared(V_64, [batch, kv_head, start_n, 0], v_full, v_smem_64.index(0))
     step = 0  # blocks of rows so far
     for member in range(heads_per_kv):
         head = kv_head * heads_per_kv + member
@@ -331,11 +331,7 @@ def consumer(
     dv_0 = gl.zeros([KEYS, 64], gl.float32, O_LAYOUT_64)
     dv_64 = gl.zeros([KEYS, 16], gl.float32, O_LAYOUT_16)
     mbarrier.wait(k_full, 0)
-    k_0 = k_smem_0.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
-    k_64 = k_smem_64.reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS)
     mbarrier.wait(v_full, 0)
-    v_0 = v_smem_0.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
-    v_64 = v_smem_64.reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS)
     step = 0  # blocks of rows so far
     for member in range(heads_per_kv):
         head = kv_head * heads_per_kv + member
@@ -392,6 +388,11 @@ def consumer(
             stage = step % STAGES
             phase = step // STAGES & 1
             slot = step % 2
+            only = step >> 31  # 0; so no descriptor of keys or values is held from block to block
+            k_0 = k_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            k_64 = k_smem_64.index(only).reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS)
+            v_0 = v_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            v_64 = v_smem_64.index(only).reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS)
             q_0 = q_smem_0.index(stage).reshape([BLOCK_M, 64])
             q_64 = q_smem_64.index(stage).reshape([BLOCK_M, 32])
             dout_0 = dout_smem_0.index(stage).reshape([BLOCK_M, 64])
@@ -440,12 +441,12 @@ def consumer(
             if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_0.index(only).reshape([BLOCK_N, 64]), zero_64,
                     use_acc=False, is_async=True,
                 )
                 dq_64 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_64.reshape([BLOCK_N, 32]), zero_32,
-                    use_acc=False, is_async=True,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_64.index(only).reshape([BLOCK_N, 32]),
+                    zero_32, use_acc=False, is_async=True,
                 )
                 dq_0, dq_64 = warpgroup_mma_wait(0, deps=[dq_0, dq_64])
                 mbarrier.wait(dq_empty.index(CONSUMER), step // 2 & 1 ^ 1)
@@ -461,6 +462,11 @@ def consumer(
             stage = step % STAGES
             phase = step // STAGES & 1
             slot = step % 2
+            only = step >> 31  # 0; so no descriptor of keys or values is held from block to block
+            k_0 = k_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            k_64 = k_smem_64.index(only).reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS)
+            v_0 = v_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            v_64 = v_smem_64.index(only).reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS)
             q_0 = q_smem_0.index(stage).reshape([BLOCK_M, 64])
             q_64 = q_smem_64.index(stage).reshape([BLOCK_M, 32])
             dout_0 = dout_smem_0.index(stage).reshape([BLOCK_M, 64])
@@ -509,12 +515,12 @@ def consumer(
             if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_0.index(only).reshape([BLOCK_N, 64]), zero_64,
                     use_acc=False, is_async=True,
                 )
                 dq_64 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_64.reshape([BLOCK_N, 32]), zero_32,
-                    use_acc=False, is_async=True,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_64.index(only).reshape([BLOCK_N, 32]),
+                    zero_32, use_acc=False, is_async=True,
                 )
                 dq_0, dq_64 = warpgroup_mma_wait(0, deps=[dq_0, dq_64])
                 mbarrier.wait(dq_empty.index(CONSUMER), step // 2 & 1 ^ 1)
@@ -530,6 +536,11 @@ def consumer(
             stage = step % STAGES
             phase = step // STAGES & 1
             slot = step % 2
+            only = step >> 31  # 0; so no descriptor of keys or values is held from block to block
+            k_0 = k_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            k_64 = k_smem_64.index(only).reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS)
+            v_0 = v_smem_0.index(only).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS)
+            v_64 = v_smem_64.index(only).reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS)
             q_0 = q_smem_0.index(stage).reshape([BLOCK_M, 64])
             q_64 = q_smem_64.index(stage).reshape([BLOCK_M, 32])
             dout_0 = dout_smem_0.index(stage).reshape([BLOCK_M, 64])
@@ -578,12 +589,12 @@ def consumer(
             if slot == CONSUMER:  # in turns one computes what is added to dq, the other runs ahead
                 mbarrier.wait(ds_full.index(slot), step // 2 & 1)
                 dq_0 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_0.reshape([BLOCK_N, 64]), zero_64,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_0.index(only).reshape([BLOCK_N, 64]), zero_64,
                     use_acc=False, is_async=True,
                 )
                 dq_64 = warpgroup_mma(
-                    ds_smem.index(slot).permute((1, 0)), k_smem_64.reshape([BLOCK_N, 32]), zero_32,
-                    use_acc=False, is_async=True,
+                    ds_smem.index(slot).permute((1, 0)), k_smem_64.index(only).reshape([BLOCK_N, 32]),
+                    zero_32, use_acc=False, is_async=True,
                 )
                 dq_0, dq_64 = warpgroup_mma_wait(0, deps=[dq_0, dq_64])
                 mbarrier.wait(dq_empty.index(CONSUMER), step // 2 & 1 ^ 1)
@@ -596,23 +607,23 @@ def consumer(
             step += 1
 
     # Both gradients leave from where values and keys were, once neither consumer reads them any more.
-    v_smem_0.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).store(dv_0.to(dtype))
-    v_smem_64.reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS).store(dv_64.to(dtype))
+    v_smem_0.index(0).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).store(dv_0.to(dtype))
+    v_smem_64.index(0).reshape([BLOCK_N, 16]).slice(CONSUMER * KEYS, KEYS).store(dv_64.to(dtype))
     fence_async_shared()
     mbarrier.arrive(ds_full.index(step % 2), count=1)
     mbarrier.wait(ds_full.index(step % 2), step // 2 & 1)
     step += 1
-    k_smem_0.reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).store((dk_0 * scale).to(dtype))
-    k_smem_64.reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS).store((dk_64 * scale).to(dtype))
+    k_smem_0.index(0).reshape([BLOCK_N, 64]).slice(CONSUMER * KEYS, KEYS).store((dk_0 * scale).to(dtype))
+    k_smem_64.index(0).reshape([BLOCK_N, 32]).slice(CONSUMER * KEYS, KEYS).store((dk_64 * scale).to(dtype))
     fence_async_shared()
     mbarrier.arrive(ds_full.index(step % 2), count=1)
     mbarrier.wait(ds_full.index(step % 2), step // 2 & 1)
     if CONSUMER == 0:
-        tma.async_copy_shared_to_global(DV_0, [batch, kv_head, start_n, 0], v_smem_0)
-        tma.async_copy_shared_to_global(DV_64, [batch, kv_head, start_n, 0], v_smem_64)
+        tma.async_copy_shared_to_global(DV_0, [batch, kv_head, start_n, 0], v_smem_0.index(0))
+        tma.async_copy_shared_to_global(DV_64, [batch, kv_head, start_n, 0], v_smem_64.index(0))
     else:
-        tma.async_copy_shared_to_global(DK_0, [batch, kv_head, start_n, 0], k_smem_0)
-        tma.async_copy_shared_to_global(DK_64, [batch, kv_head, start_n, 0], k_smem_64)
+        tma.async_copy_shared_to_global(DK_0, [batch, kv_head, start_n, 0], k_smem_0.index(0))
+        tma.async_copy_shared_to_global(DK_64, [batch, kv_head, start_n, 0], k_smem_64.index(0))
     tma.store_wait(0)
 
 
@@ -722,10 +733,10 @@ def attention_bwd_sm90_d96v72_sliding_window_or_not_sliding_window_alibi_bf16_s2
 ):
     q_smem_0 = gl.allocate_shared_memory(Q_0.dtype, [STAGES, 1, 1, BLOCK_M, 64], Q_0.layout)
     q_smem_64 = gl.allocate_shared_memory(Q_64.dtype, [STAGES, 1, 1, BLOCK_M, 32], Q_64.layout)
-    k_smem_0 = gl.allocate_shared_memory(K_0.dtype, [1, 1, BLOCK_N, 64], K_0.layout)
-    k_smem_64 = gl.allocate_shared_memory(K_64.dtype, [1, 1, BLOCK_N, 32], K_64.layout)
-    v_smem_0 = gl.allocate_shared_memory(V_0.dtype, [1, 1, BLOCK_N, 64], V_0.layout)
-    v_smem_64 = gl.allocate_shared_memory(V_64.dtype, [1, 1, BLOCK_N, 16], V_64.layout)
+    k_smem_0 = gl.allocate_shared_memory(K_0.dtype, [1, 1, 1, BLOCK_N, 64], K_0.layout)
+    k_smem_64 = gl.allocate_shared_memory(K_64.dtype, [1, 1, 1, BLOCK_N, 32], K_64.layout)
+    v_smem_0 = gl.allocate_shared_memory(V_0.dtype, [1, 1, 1, BLOCK_N, 64], V_0.layout)
+    v_smem_64 = gl.allocate_shared_memory(V_64.dtype, [1, 1, 1, BLOCK_N, 16], V_64.layout)
     dout_smem_0 = gl.allocate_shared_memory(DOUT_0.dtype, [STAGES, 1, 1, BLOCK_M, 64], DOUT_0.layout)
     dout_smem_64 = gl.allocate_shared_memory(DOUT_64.dtype, [STAGES, 1, 1, BLOCK_M, 16], DOUT_64.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, 2 * BLOCK_M], ROW_STATS.layout)

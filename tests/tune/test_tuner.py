@@ -307,8 +307,6 @@ def test_a_family_gets_a_kernel_that_is_right_though_others_fail_sooner(store: T
     """The default compiles last, and what neighbours won with does not fit here."""
 
     class Spilling(NoCompiler):
-        ahead = 4
-
         def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
             future: Future[Compiled] = Future()
             if source.config == DEFAULT:
@@ -318,7 +316,7 @@ def test_a_family_gets_a_kernel_that_is_right_though_others_fail_sooner(store: T
             return future
 
     workloads = [landscape.workload(q_len) for q_len in (4096, 2048)]
-    compiler = Spilling(landscape.TOOLCHAIN)
+    compiler = Spilling(landscape.TOOLCHAIN, ahead=4)
     result = run(store, Replay(landscape.records(*workloads)), *workloads, budget_s=1.5, compiler=compiler)
     first = result.summaries[0]
     assert first.winner is not None and first.winner.config == DEFAULT
