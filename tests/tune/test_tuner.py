@@ -310,7 +310,7 @@ def test_a_family_gets_a_kernel_that_is_right_though_others_fail_sooner(store: T
         def submit(self, source: KernelSource, facts: CallFacts) -> Future[Compiled]:
             future: Future[Compiled] = Future()
             if source.config == DEFAULT:
-                threading.Timer(1.0, future.set_result, (Compiled(None),)).start()
+                threading.Timer(1.0, lambda: future.cancelled() or future.set_result(Compiled(None))).start()
             else:
                 future.set_result(Compiled(None, Measurement(Status.TOO_LARGE, reason="it spills")))
             return future
