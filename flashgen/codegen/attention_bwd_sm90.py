@@ -32,8 +32,8 @@ TILE_REGISTERS = 216
 """Of a consumer's thread, which setmaxnreg gives 240 where producer and adder have 24: with 208 of tiles
 nothing spills in a loop, with 224 it does."""
 BESIDE_THIRD = 176
-"""The same where a third warpgroup leaves consumers 208: under a causal mask 176 of tiles spill up to five
-registers in a loop, 192 spill 55."""
+"""The same where a third warpgroup leaves consumers 208: under a causal mask 176 of tiles spill one in a loop,
+192 spill 39."""
 MOST_HEAD_DIM = 128
 """Of which a consumer computes what its keys add to dq, beside its sums of dk and dv."""
 MOST_SUMS = 128
@@ -196,7 +196,7 @@ def _shared_bytes(config: Config, spec: AttentionSpec, target: Target) -> Shared
 def _defaults(spec: AttentionSpec) -> tuple[tuple[Value, ...], ...]:
     most = max(spec.head_dim, spec.head_dim_v)
     others = ((2, 4, "shared"), (2, 4, EXCHANGED))
-    if most > 80 or _takes_registers(spec):  # beside a third warpgroup unions of ranges spill at 96
+    if most > 96 or _takes_registers(spec):
         return others
     held = (2, 4, "registers" if most <= 64 else "shared")
     return (held if listed(spec.mask, "q") else (*held, THIRD), *others)  # and lists by ids at 64

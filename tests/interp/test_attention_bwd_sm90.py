@@ -151,7 +151,7 @@ def listed_of(mask: Mask, dim: int = 64, q_len: int = 300) -> tuple[Inputs, Atte
 TWO = torch.tensor([[0] * 128 + [1] * 172, [0] * 40 + [1] * 100 + [2] * 160], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (128, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (96, SHARED_THIRD), (128, PLAIN), (160, EXCHANGED)])
 @pytest.mark.parametrize("q_len", [300, 170])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lists_of_rows(causal: bool, q_len: int, dim: int, config: str) -> None:
@@ -289,6 +289,7 @@ def test_packed_sequences_at_head_dims_over_128(mask: Mask) -> None:
 
 
 DIMS_OF_PACKED = {(64, 64): "shared", (128, 128): "shared", (96, 40): "shared"}
+DIMS_OF_PACKED |= {(64, 40): "registers_third", (80, 96): "shared_third"}
 DIMS_OF_PACKED |= {(256, 256): "exchanged", (192, 128): "exchanged", (248, 16): "exchanged"}
 
 
@@ -310,7 +311,7 @@ def test_more_sequences_than_are_looked_for_at_once() -> None:
     judge(*packed(lengths, lengths, dtype="bf16", heads=1, head_dim=16))
 
 
-@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (128, PLAIN), (160, EXCHANGED)])
+@pytest.mark.parametrize(("dim", "config"), [(64, PLAIN), (96, SHARED_THIRD), (128, PLAIN), (160, EXCHANGED)])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.sliding_window(9, 3)], ids=str)
 def test_c05_a_neighbours_nan_changes_no_bit(mask: Mask, dim: int, config: str) -> None:
     """Every second sequence is made of NaN, and its gradient; dk and dv of the others keep their bits, dq,
