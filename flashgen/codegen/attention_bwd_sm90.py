@@ -32,8 +32,8 @@ TILE_REGISTERS = 216
 """Of a consumer's thread, which setmaxnreg gives 240 where producer and adder have 24: with 208 of tiles
 nothing spills in a loop, with 224 it does."""
 BESIDE_THIRD = 176
-"""The same where a third warpgroup leaves consumers 208: under a causal mask 176 of tiles spill one in a loop,
-192 spill 39."""
+"""The same where a third warpgroup leaves consumers 208: under a causal mask 176 of tiles spill one in a
+loop, 192 spill 39."""
 MOST_HEAD_DIM = 128
 """Of which a consumer computes what its keys add to dq, beside its sums of dk and dv."""
 MOST_SUMS = 128
