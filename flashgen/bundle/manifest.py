@@ -29,7 +29,7 @@ from flashgen.spec.config import Config
 from flashgen.spec.form import Absent, Each, Flag, ListOf, Maybe, Number, Text
 from flashgen.spec.record import Record, Status, Versions
 from flashgen.spec.target import KIB, Target
-from flashgen.store.jsonl import check_foreign
+from flashgen.store.jsonl import foreign_record
 
 T = TypeVar("T")
 
@@ -313,8 +313,7 @@ def _agree(name: str, told: Any, known: Any) -> None:
 
 
 def _read_record(entry: dict[str, Any], target: Target) -> Record:
-    record = Record.from_json(entry["record"])
-    check_foreign(record)
+    record = foreign_record(entry["record"])
     if record.target != target:
         raise InvalidArgument(
             f"record.target is {record.target.describe()}, the bundle is for {target.describe()}"

@@ -18,6 +18,9 @@ from flashgen.spec.form import shown
 from flashgen.spec.rule import Rule
 from flashgen.spec.target import KIB, Target
 
+UNORDERED = "_unordered"
+"""How the admission class of a config ends whose sums have no order (`Tiling.repeats`)."""
+
 MOST_PROGRAMS = 4
 """For each multiprocessor, of a kernel that splits keys: so many tiles fill a GPU without splits."""
 LEAST_BLOCKS = 8
@@ -261,7 +264,7 @@ class Family:
         `tma_unordered` serves those alone that need not be deterministic."""
         tiling = self.tiling(config)
         packed = f"_pack{tiling.pack}" if tiling.pack > 1 else ""
-        unordered = "" if tiling.repeats else "_unordered"
+        unordered = "" if tiling.repeats else UNORDERED
         return (f"tma{packed}" if tiling.descriptors else "any") + unordered
 
     def admits(

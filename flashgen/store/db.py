@@ -35,7 +35,7 @@ from flashgen.spec.record import (
 )
 from flashgen.spec.target import Target
 from flashgen.store.faults import DATABASE_ERRORS, Fault, explained, fault_of
-from flashgen.store.jsonl import NO_RECORD, check_record, parse_spec, problem_of
+from flashgen.store.jsonl import NO_RECORD, check_record, in_todays_class, parse_spec, problem_of
 from flashgen.store.notices import warn_once
 from flashgen.store.opening import damage_notice, identity, open_database, set_aside, writing
 from flashgen.store.schema import Real, kernels, measurements, targets
@@ -490,7 +490,7 @@ def _record(row: Sequence[Any]) -> Record:
         created_at,
     )
     check_record(record)
-    return record
+    return in_todays_class(record)
 
 
 # Rows repeat themselves: thousands of records share a few hundred configs and a handful of the rest.

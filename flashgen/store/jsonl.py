@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import FAMILIES, foreign
+from flashgen.codegen.family import UNORDERED
 from flashgen.errors import FlashGenError, InvalidArgument
 from flashgen.spec import form
 from flashgen.spec.attention import AttentionSpec
+from flashgen.spec.config import Config
 from flashgen.spec.record import Record
 from flashgen.spec.target import KIB
 
@@ -61,9 +63,7 @@ def parse_line(text: str) -> Record:
     if len(text) > MAX_LINE:
         raise InvalidArgument(f"a line of more than {MAX_LINE} characters is no record")
     try:
-        record = Record.from_json(form.checked(json.loads(text), form.RECORD, "record"))
-        check_foreign(record)
-        return record
+        return foreign_record(form.checked(json.loads(text), form.RECORD, "record"))
     except NO_RECORD as error:
         raise InvalidArgument(problem_of(error)) from error
 
@@ -130,22 +130,40 @@ def _check_texts(texts: tuple[str, ...]) -> None:
         form.checked(text, form.Text(), name)
 
 
-def check_foreign(record: Record) -> None:
-    """What is asked besides of a record from outside: that its config is one of its family.
+def in_todays_class(record: Record) -> Record:
+    """The record as it would be written today. Before kernels whose sums have no order had a class of their
+    own, theirs was that of kernels that repeat, whose best they would hide."""
+    known = _admission(record.config)
+    return replace(record, admission=known) if known == record.admission + UNORDERED else record
+
+
+@lru_cache(maxsize=4096)
+def _admission(config: Config) -> str:
+    """The class that its family gives a config; empty where no family here has it."""
+    return "" if foreign(config) else FAMILIES[config.family].admission(config)
+
+
+def foreign_record(data: dict[str, Any]) -> Record:
+    """A record from outside, whose form is checked. What is asked besides: its config is one of its family.
 
     A database keeps records whose config is gone; those of a family that is not known here stay everywhere.
 
     Raises:
         InvalidArgument: as `check_record`, or no kernel could be rendered from the record.
     """
+    record = in_todays_class(Record.from_json(data))
     check_record(record)
     family = FAMILIES.get(record.config.family)
     if family is None:
-        return
+        return record
     if reason := family.owns(record.config):
         raise InvalidArgument(f"config of {record.workload.name}: {reason}")
-    if record.admission != (admission := family.admission(record.config)):
-        raise InvalidArgument(f"admission={record.admission!r} of {record.config.name} must be {admission!r}")
+    if record.admission != (admission := _admission(record.config)):
+        raise InvalidArgument(
+            f"admission={record.admission!r} of {record.config.name} must be {admission!r}; it follows from "
+            "the config: correct it, or measure again with flashgen tune"
+        )
+    return record
 
 
 def read(source: Path | TextIO) -> Iterator[Line]:

@@ -11,6 +11,7 @@ import sample_records as make
 
 from flashgen.bundle.load import Bundle
 from flashgen.bundle.manifest import Manifest, parse
+from flashgen.codegen.families import find_family
 from flashgen.spec.attention import Workload
 from flashgen.spec.masks import causal, document
 from flashgen.spec.record import CANDIDATES, Record, RecordStore, Status, Versions, rank
@@ -152,6 +153,26 @@ def test_an_admission_class_of_another_bucket_is_served_too(store: Open) -> None
     found = store(far, *near).ranked(make.workload(), make.H200)
     assert times(found)[:3] == [50.0, 7.0, 51.0]
     assert len(found) == CANDIDATES
+
+
+def test_records_from_before_a_class_was_told_apart_hide_none_of_the_other(store: Open) -> None:
+    """Kernels whose sums have no order were once of the class of those that repeat; a deterministic call then
+    found none of the latter behind four of the former."""
+    portable, hopper = find_family("attention_bwd"), find_family("attention_bwd_sm90")
+    work = make.workload(spec=make.CAUSAL.backward())
+    loose = [
+        replace(make.record(10.0 + stages, work=work), config=hopper.find(name), admission="tma")
+        for stages in (2, 3)
+        for name in (f"s{stages}g1_shared", f"s{stages}g4_shared", f"s{stages}g16_shared")
+    ]
+    split = replace(
+        make.record(50.0, work=work), config=portable.find("m64n64w4s2_tma_heads"), admission="tma"
+    )
+    found = store(*loose, split).ranked(work, make.H200)
+    assert [(each.median_us, each.admission) for each in found[:2]] == [
+        (12.0, "tma_unordered"),
+        (50.0, "tma"),
+    ]
 
 
 def test_the_newest_measurement_of_a_kernel_counts(store: Open) -> None:
