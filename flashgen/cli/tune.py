@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 @click.option(
     "--trials",
     type=int,
-    help="At most so many for each workload.  [default without a budget: a tenth of the space]",
+    help="At most so many for each workload and kernel family (two serve most workloads on Hopper).  "
+    "[default without a budget: a tenth of the space]",
 )
 @click.option(
     "--sampler",
@@ -168,7 +169,7 @@ def _measured(workload: Workload, device: Device, url: str | None) -> Record | N
 
 
 FIGURES = 58
-"""Columns of a terminal that count, best config and time left take; the workload's name gets the rest."""
+"""Columns of a terminal that count, best config and time left take; workload and family get the rest."""
 
 
 class _Page:
@@ -201,15 +202,25 @@ class _Page:
     ) -> None:
         self._bars.stop()
 
+    @staticmethod
+    def _title(progress: Progress, room: int) -> str:
+        """Workload and family of a study; where there is little room, the end of the family's name, which
+        tells it from the workload's other one, and the beginning of the workload's."""
+        workload = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
+        family = progress.family
+        if len(workload) + 1 + len(family) > room:
+            family = family.partition("_")[2] or family
+            left = max(room - 1 - len(family), 8)
+            workload = workload if len(workload) <= left else f"{workload[: left - 1]}…"
+        return f"{workload} {family}"
+
     def update(self, progress: Progress) -> None:
         """Called by the tuner after each trial."""
         from flashgen.tune.plan import format_seconds
 
         key = (progress.index, progress.family)
         if key not in self._tasks:
-            title = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
-            room = self._console.width - FIGURES
-            title = title if len(title) <= room else f"{title[: max(room, 8) - 1]}…"
+            title = self._title(progress, self._console.width - FIGURES)
             self._tasks[key] = self._bars.add_task(title, total=progress.limit, best="", left="")
         best = progress.best
         time = "" if self._offline or best is None else f"{best.median_us:.1f} us "
@@ -256,7 +267,9 @@ def _show(
     rows.print(out)
     if offline:
         out.print("score: a model's guess of the speed over the default's; a rank, no prediction")
-    out.print("trials: of this run + known from earlier runs, of all configs that fit")
+    out.print(
+        "trials: of this run + known from earlier runs, of all configs that fit, of all kernel families"
+    )
     _show_gpus(out, result)
     for summary in result.summaries:
         if summary.problem:
