@@ -314,10 +314,34 @@ def _show_dry_run(out: Console, found: DryRun) -> None:
             out.print(line)
     for workload, problem in found.problems:
         out.print(f"{short_name(workload)}: {problem}")
-    limit = "" if found.budget_s is None else f", the budget is {format_seconds(found.budget_s)}"
-    out.print(f"at most {count(found.trials, 'trial')} in about {format_seconds(found.seconds)}{limit}")
+    for line in _how_long(found):
+        out.print(line)
     out.print(f"{found.pace.seconds:.2g} s a trial: {found.pace.rests_on}")
     out.print("nothing was compiled, measured or written")
+
+
+def _how_long(found: DryRun) -> list[str]:
+    """The bound, how much of it the budget has time for, and what the strategy usually takes of that."""
+    from flashgen.tune.plan import format_seconds
+    from flashgen.tune.search import SAMPLERS
+
+    bound, budget = f"at most {count(found.trials, 'trial')}", found.plan.budget_s
+    if budget is None or found.in_time == found.trials:
+        within = "" if budget is None else f", within the budget of {format_seconds(budget)}"
+        lines = [f"{bound} in about {format_seconds(found.seconds)}{within}"]
+    else:
+        lines = [
+            f"{bound}; the budget of {format_seconds(budget)} has time for about {found.in_time} of them"
+        ]
+    if found.typical is not None:
+        sampler = found.plan.sampler
+        each = "{} to {}".format(*SAMPLERS[sampler].typical or ())
+        trials = "{} to {}".format(*found.typical)
+        times = " to ".join(format_seconds(number * found.pace.seconds) for number in found.typical)
+        lines.append(
+            f"typically {trials} in {times}: {sampler} stops by itself, mostly after {each} a workload"
+        )
+    return lines
 
 
 def _refusals(found: DryRun) -> list[str]:
