@@ -1053,7 +1053,7 @@ def simulate(
     Args:
         files: of records, one a line, as `flashgen db export` writes them.
         samplers: rows of the table of samplers; by default all that run here but the exhaustive ones.
-        trials: at most so many for each workload.
+        trials: at most so many for each workload and kernel family.
         share: in place of `trials`, that part of the feasible space; by default a tenth.
         seeds: runs of each sampler on each workload, by default 20.
         noise: relative standard deviation of a fresh factor on each quick timing.

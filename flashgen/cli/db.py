@@ -96,11 +96,7 @@ def export(
 
     wanted = None if target is None else find_target(target)
     with _database(url) as database:
-        if not database.persistent:
-            raise StoreError(
-                f"there are no records to export: {database.notice or f'{database.where} does not exist'}; "
-                "the first tuning makes the database"
-            )
+        _check_there(database, "there are no records to export")
         records = list(database.best(wanted) if best_only else database.records(wanted))
     records = [
         record
@@ -170,7 +166,7 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
 
     Changes nothing. A record is stale when today's template renders another kernel for its config. The
     records that come with FlashGen are counted beside those of the database. Exit code 1 if the database is
-    damaged.
+    damaged, or there is none.
 
     \b
     Examples:
@@ -204,7 +200,7 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
 
     def show(console: Console) -> None:
         if not data["exists"]:
-            console.print(f"{data['database']}: no database yet; the first tuning makes it")
+            console.print(f"{data['database']}: no database here; the first tuning makes it")
         else:
             console.print(f"{data['database']}: schema {version or 'unreadable'}")
         counts = Table("", "gpu", "spec", "status", ">records", ">stale")
@@ -219,11 +215,11 @@ def check(ctx: click.Context, url: str, as_json: bool) -> None:
         )
         for problem in problems:
             console.print(f"problem: {problem}")
-        if not problems:
+        if data["exists"] and not problems:
             console.print("healthy")
 
     emit(data, as_json, show)
-    if problems:
+    if problems or not data["exists"]:
         ctx.exit(FAILED)
 
 
@@ -243,7 +239,7 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
     """Measures stale records again.
 
     With today's kernels, on the GPU the records are of. Old records are kept, as hints. Without that GPU
-    nothing is measured: the stale records are listed, and the exit code is 1.
+    nothing is measured: the stale records are listed, and the exit code is 1, as where there is no database.
 
     \b
     Examples:
@@ -257,18 +253,19 @@ def revalidate(ctx: click.Context, url: str, gpu: int, fastest: int, as_json: bo
 
     target = live_target(gpu) if device_count() else None
     renewed: list[tuple[Record, Record]] = []
-    with _database(url, writes=target is not None) as database:
+    with _database(url) as database:  # to read: one that is not there is not made
+        _check_there(database, "there are no records to measure again")
         stale = find_stale(database, current_hash, fastest=fastest)
-        here = tuple(record for record in stale.renewable if record.target == target)
-        elsewhere = [record for record in stale.renewable if record.target != target]
-        if here:
-            from flashgen.api import remeasurer
+    here = tuple(record for record in stale.renewable if record.target == target)
+    elsewhere = [record for record in stale.renewable if record.target != target]
+    if here:
+        from flashgen.api import remeasurer
 
-            with remeasurer(gpu, here) as remeasure:
-                for old, new in measure_again(database, here, remeasure):
-                    renewed.append((old, new))
-                    if not as_json:
-                        click.echo(f"{_line(old)} -> {_outcome(new)}")
+        with _database(url, writes=True) as database, remeasurer(gpu, here) as remeasure:
+            for old, new in measure_again(database, here, remeasure):
+                renewed.append((old, new))
+                if not as_json:
+                    click.echo(f"{_line(old)} -> {_outcome(new)}")
     data = {
         "gpu": target and target.describe(),
         "renewed": [{"record": old.to_json(), "result": new.measurement.to_json()} for old, new in renewed],
@@ -335,6 +332,20 @@ def _database(url: str, writes: bool = False) -> Iterator[TuningDB]:
             if writes:
                 check_kept(database)
             yield database
+
+
+def _check_there(database: TuningDB, lacking: str) -> None:
+    """Asked by commands that have nothing to do without a database.
+
+    Args:
+        lacking: what such a command has nothing of, in words.
+
+    Raises:
+        StoreError: there is none, or none that can be read.
+    """
+    if not database.persistent:
+        why = database.notice or f"{database.where} does not exist"
+        raise StoreError(f"{lacking}: {why}; the first tuning makes the database")
 
 
 def _counts(records: list[Record], stale: list[Record]) -> list[dict[str, Any]]:

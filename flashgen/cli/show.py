@@ -187,7 +187,7 @@ class _Shown:
             if reason := each.refuses(config, spec, target, facts, group):
                 raise InvalidArgument(f"{name}: {reason}; `--config default` always fits")
             return cls(spec, config, target, facts, "as asked")
-        raise InvalidArgument("; ".join(problems))
+        raise InvalidArgument(_of_another(name, workload, target, facts) or "; ".join(problems))
 
     def artifact(self) -> Artifact:
         """Compiled, or from the cache."""
@@ -243,6 +243,23 @@ class _Shown:
         for name, value in self.usage().items():
             rows.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
         rows.print(out)
+
+
+def _of_another(name: str, workload: Workload, target: Target, facts: CallFacts) -> str:
+    """Of which other families' configs a name is one, and how these are shown; empty if of none."""
+    from flashgen.codegen.families import naming, why_not
+
+    lines = []
+    for family in naming(name):
+        if family.op != workload.spec.op:
+            step = "add --backward" if family.op == "bwd" else "leave out --backward"
+            told = f"which computes {family.op}, not {workload.spec.op}: {step}"
+        elif reason := why_not(family, workload.spec, target, facts, workload.heads_per_kv):
+            told = f"which does not serve this: {reason}"
+        else:
+            told = f"which is not the family asked for: leave out --family, or --family {family.name}"
+        lines.append(f"{name} is a config of {family.name}, {told}")
+    return "\n".join(lines)
 
 
 def _check_draw(path: str, diff: tuple[str, str] | None) -> None:

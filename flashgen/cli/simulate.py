@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="As of `flashgen tune`; repeatable.  [default: all that run here, without grid]",
 )
-@click.option("--trials", type=int, help="At most so many for each workload.")
+@click.option("--trials", type=int, help="At most so many for each workload and kernel family.")
 @click.option("--share", type=float, help="In place of --trials: of the feasible space.  [default: 0.1]")
 @click.option("--seeds", type=int, default=20, show_default=True, help="Runs of each sampler and workload.")
 @click.option(

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 @click.option(
     "--trials",
     type=int,
-    help="At most so many for each workload.  [default without a budget: a tenth of the space]",
+    help="At most so many for each workload and kernel family (two serve most workloads on Hopper).  "
+    "[default without a budget: a tenth of the space]",
 )
 @click.option(
     "--sampler",
@@ -168,7 +169,7 @@ def _measured(workload: Workload, device: Device, url: str | None) -> Record | N
 
 
 FIGURES = 58
-"""Columns of a terminal that count, best config and time left take; the workload's name gets the rest."""
+"""Columns of a terminal that count, best config and time left take; workload and family get the rest."""
 
 
 class _Page:
@@ -201,15 +202,25 @@ class _Page:
     ) -> None:
         self._bars.stop()
 
+    @staticmethod
+    def _title(progress: Progress, room: int) -> str:
+        """Workload and family of a study; where there is little room, the end of the family's name, which
+        tells it from the workload's other one, and the beginning of the workload's."""
+        workload = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
+        family = progress.family
+        if len(workload) + 1 + len(family) > room:
+            family = family.partition("_")[2] or family
+            left = max(room - 1 - len(family), 8)
+            workload = workload if len(workload) <= left else f"{workload[: left - 1]}…"
+        return f"{workload} {family}"
+
     def update(self, progress: Progress) -> None:
         """Called by the tuner after each trial."""
         from flashgen.tune.plan import format_seconds
 
         key = (progress.index, progress.family)
         if key not in self._tasks:
-            title = f"{progress.index + 1}/{progress.total} {short_name(progress.workload)}"
-            room = self._console.width - FIGURES
-            title = title if len(title) <= room else f"{title[: max(room, 8) - 1]}…"
+            title = self._title(progress, self._console.width - FIGURES)
             self._tasks[key] = self._bars.add_task(title, total=progress.limit, best="", left="")
         best = progress.best
         time = "" if self._offline or best is None else f"{best.median_us:.1f} us "
@@ -256,7 +267,9 @@ def _show(
     rows.print(out)
     if offline:
         out.print("score: a model's guess of the speed over the default's; a rank, no prediction")
-    out.print("trials: of this run + known from earlier runs, of all configs that fit")
+    out.print(
+        "trials: of this run + known from earlier runs, of all configs that fit, of all kernel families"
+    )
     _show_gpus(out, result)
     for summary in result.summaries:
         if summary.problem:
@@ -301,10 +314,34 @@ def _show_dry_run(out: Console, found: DryRun) -> None:
             out.print(line)
     for workload, problem in found.problems:
         out.print(f"{short_name(workload)}: {problem}")
-    limit = "" if found.budget_s is None else f", the budget is {format_seconds(found.budget_s)}"
-    out.print(f"at most {count(found.trials, 'trial')} in about {format_seconds(found.seconds)}{limit}")
+    for line in _how_long(found):
+        out.print(line)
     out.print(f"{found.pace.seconds:.2g} s a trial: {found.pace.rests_on}")
     out.print("nothing was compiled, measured or written")
+
+
+def _how_long(found: DryRun) -> list[str]:
+    """The bound, how much of it the budget has time for, and what the strategy usually takes of that."""
+    from flashgen.tune.plan import format_seconds
+    from flashgen.tune.search import SAMPLERS
+
+    bound, budget = f"at most {count(found.trials, 'trial')}", found.plan.budget_s
+    if budget is None or found.in_time == found.trials:
+        within = "" if budget is None else f", within the budget of {format_seconds(budget)}"
+        lines = [f"{bound} in about {format_seconds(found.seconds)}{within}"]
+    else:
+        lines = [
+            f"{bound}; the budget of {format_seconds(budget)} has time for about {found.in_time} of them"
+        ]
+    if found.typical is not None:
+        sampler = found.plan.sampler
+        each = "{} to {}".format(*SAMPLERS[sampler].typical or ())
+        trials = "{} to {}".format(*found.typical)
+        times = " to ".join(format_seconds(number * found.pace.seconds) for number in found.typical)
+        lines.append(
+            f"typically {trials} in {times}: {sampler} stops by itself, mostly after {each} a workload"
+        )
+    return lines
 
 
 def _refusals(found: DryRun) -> list[str]:

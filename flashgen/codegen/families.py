@@ -7,7 +7,7 @@ from flashgen.codegen.attention_bwd_sm90 import ATTENTION_BWD_SM90
 from flashgen.codegen.attention_fwd import ATTENTION_FWD
 from flashgen.codegen.attention_fwd_sm90 import ATTENTION_FWD_SM90
 from flashgen.codegen.family import Family
-from flashgen.errors import DoesNotFit, UnknownName, Unsupported
+from flashgen.errors import DoesNotFit, InvalidArgument, UnknownName, Unsupported
 from flashgen.spec.attention import AttentionSpec, CallFacts
 from flashgen.spec.config import Config
 from flashgen.spec.target import Target
@@ -29,6 +29,18 @@ def find_family(name: str) -> Family:
         return FAMILIES[name]
     except (KeyError, TypeError):  # the second: what cannot be a key
         raise UnknownName("family", name, FAMILIES) from None
+
+
+def naming(name: str) -> tuple[Family, ...]:
+    """The families that have a config of that short name, in the table's order."""
+
+    def has(family: Family) -> bool:
+        try:
+            return bool(family.find(name))
+        except InvalidArgument:
+            return False
+
+    return tuple(filter(has, FAMILIES.values()))
 
 
 def foreign(config: Config) -> str:

@@ -200,8 +200,7 @@ class Family:
                 words += rf"(?:_(?P<{each}>[a-z]+))?"
         read = re.fullmatch(numbers + words, name)
         if read is None:
-            example = self.all_configs()[0].name
-            raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {example}")
+            raise InvalidArgument(f"{self.name} has no config {shown(name)}; a name reads like {self._form}")
         values: dict[str, Value] = {
             each: int(text) if SHORT_NAMES[each] else text for each, text in read.groupdict().items() if text
         }
@@ -212,6 +211,19 @@ class Family:
         if found.name != name:
             raise InvalidArgument(f"no config {shown(name)}: it is written {found.name}")
         return found
+
+    @property
+    def _form(self) -> str:
+        """How names of configs read: one of them, and what others may hold beside its parts."""
+        parts = []
+        for name, values in self.options:
+            others = [value for value in values if value != OPTIONAL[name]]
+            if short := SHORT_NAMES[name]:
+                parts.append(f"{short}{others[0]} to {short}{others[-1]} ({name}) before its words")
+            else:
+                parts.append(f"{' or '.join(f'_{value}' for value in others)} at its end")
+        example = self.all_configs()[0].name
+        return f"{example}, and may have {' and '.join(parts)}" if parts else example
 
     def all_configs(self) -> tuple[Config, ...]:
         """The whole space, whatever fits, but for split keys: how many parts pay is for a call's sizes."""

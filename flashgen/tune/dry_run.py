@@ -19,6 +19,7 @@ from flashgen.spec.record import Record, Versions
 from flashgen.spec.target import Target
 from flashgen.tune.plan import Plan
 from flashgen.tune.prior import TuneStore, families_for, first_tried, known_records
+from flashgen.tune.search import SAMPLERS
 
 COMPILE_S = 1.5
 """One compile on one core takes 1 to 2 s."""
@@ -82,7 +83,7 @@ class DryRun:
     problems: tuple[tuple[Workload, str], ...]
     """Workloads that cannot be tuned, and why."""
     pace: Pace
-    budget_s: float | None
+    plan: Plan
 
     @property
     def trials(self) -> int:
@@ -90,10 +91,29 @@ class DryRun:
         return sum(study.trials for study in self.studies)
 
     @property
+    def in_time(self) -> int:
+        """As many of these trials as the budget has time for at that pace; without one all."""
+        if self.plan.budget_s is None:
+            return self.trials
+        return min(self.trials, int(self.plan.budget_s / self.pace.seconds))
+
+    @property
+    def typical(self) -> tuple[int, int] | None:
+        """From how many to how many trials the strategy usually stops by itself; None where it does not, or
+        where trials and budget end it before."""
+        if (stops := SAMPLERS[self.plan.sampler].typical) is None:
+            return None
+        most: dict[Workload, int] = {}
+        for study in self.studies:
+            most[study.workload] = most.get(study.workload, 0) + study.trials
+        least, usual = (min(sum(min(each, of) for of in most.values()), self.in_time) for each in stops)
+        return (least, usual) if least < self.in_time else None
+
+    @property
     def seconds(self) -> float:
         """What the trials should take, or the budget where that is less."""
         needed = self.trials * self.pace.seconds
-        return needed if self.budget_s is None else min(needed, self.budget_s)
+        return needed if self.plan.budget_s is None else min(needed, self.plan.budget_s)
 
     def to_json(self) -> dict[str, Any]:
         """As `flashgen tune --dry-run --json` prints it."""
@@ -106,10 +126,12 @@ class DryRun:
                 {"workload": workload.to_json(), "problem": problem} for workload, problem in self.problems
             ],
             "trials": self.trials,
+            "trials_in_time": self.in_time,
+            "typical_trials": None if self.typical is None else list(self.typical),
             "seconds": self.seconds,
             "seconds_a_trial": self.pace.seconds,
             "rests_on": self.pace.rests_on,
-            "budget_s": self.budget_s,
+            "budget_s": self.plan.budget_s,
         }
 
 
@@ -145,7 +167,7 @@ def dry_run(
         except Unsupported as error:
             problems.append((workload, str(error)))
     measured = pace_of(store.records(target, source=source)) or expected_pace(source, jobs)
-    return DryRun(target, tuple(studies), tuple(problems), measured, plan.budget_s)
+    return DryRun(target, tuple(studies), tuple(problems), measured, plan)
 
 
 def _study(

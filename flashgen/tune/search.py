@@ -284,13 +284,19 @@ class Sampler:
     """Whether it means the whole space when no limit is given."""
     informed: bool = False
     """Whether it uses `Knowledge`."""
+    typical: tuple[int, int] | None = None
+    """After how many trials of a workload, in all families together, it usually stops by itself: least and
+    most of the tunings in benchmarks/NOTES.md; None where it goes on to its limit."""
     needs: str = ""
     """A package that it needs beside the project's own."""
 
 
 SAMPLERS = {
     "guided": Sampler(
-        _Guided, "by the cost model, corrected as it goes; stops when more would not pay", informed=True
+        _Guided,
+        "by the cost model, corrected as it goes; stops when more would not pay",
+        informed=True,
+        typical=(24, 60),
     ),
     "tpe": Sampler(lambda space, seed, _: _Optuna(space, _tpe, seed), "Optuna's Parzen estimator"),
     "gp": Sampler(

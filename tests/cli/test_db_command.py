@@ -167,7 +167,7 @@ def test_check_does_not_call_a_damaged_database_absent(tmp_path: Path) -> None:
     (tmp_path / "tuning.db").write_bytes(DAMAGED)
     done = run("check", "--db", tmp_path / "tuning.db")
     assert done.exit_code == 1
-    assert "no database yet" not in done.output
+    assert "no database here" not in done.output
     assert f"{tmp_path / 'tuning.db'}: schema unreadable" in done.output
     assert "is damaged and was left as it is" in done.output
     assert as_json("check", "--db", tmp_path, code=1)["exists"]
@@ -216,10 +216,27 @@ def test_check_counts_by_gpu_spec_and_status(path: Path) -> None:
     assert text.endswith("healthy\n")
 
 
-def test_check_of_no_database_makes_none(tmp_path: Path) -> None:
-    data = as_json("check", "--db", tmp_path / "none.db")
+@pytest.mark.parametrize("place", ["none.db", "nope/none.db"])
+def test_check_of_no_database_makes_none(tmp_path: Path, place: str) -> None:
+    data = as_json("check", "--db", tmp_path / place, code=1)
     assert (data["exists"], data["records"], data["problems"]) == (False, 0, [])
-    assert "no database yet; the first tuning makes it" in run("check", "--db", tmp_path / "none.db").output
+    text = run("check", "--db", tmp_path / place).output
+    assert f"{tmp_path / place}: no database here; the first tuning makes it\n" in text
+    assert "healthy" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["none.db", "nope/none.db"])
+@pytest.mark.parametrize("command", ["export", "revalidate"])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_what_reads_no_database_says_so(
+    tmp_path: Path, command: str, place: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashgen.build.device.device_count", lambda: gpus)
+    monkeypatch.setattr("flashgen.build.device.live_target", lambda index: make.H200)
+    done = run(command, "--db", tmp_path / place)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert f"{tmp_path / place} does not exist; the first tuning makes the database" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -82,8 +82,9 @@ def test_without_a_database_none_is_made(tmp_path: Path) -> None:
     assert f"{name} attention_fwd_sm90 {fitting} 0 30 45s {SM90.default(*asked).name}" in lines
     reason = "needs at least 272 to 288 KB of shared memory a block, nvidia-h200 has 227 KB"
     assert f"16 configs of attention_fwd refused: {reason}" in lines
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         "at most 60 trials in about 1m30s",
+        "typically 24 to 60 in 36s to 1m30s: guided stops by itself, mostly after 24 to 60 a workload",
         "1.5 s a trial: no earlier run to go by: 1.5 s a compile in 1 at a time",
         "nothing was compiled, measured or written",
     ]
@@ -121,7 +122,13 @@ def test_a_budget_is_named() -> None:
     words = ["--target", "nvidia-a100", *SHAPE, "--jobs", "1", "--budget", "1m"]
     assert as_json(*words)["seconds"] == 60.0
     done = run(*words)
-    assert "trials in about 1m00s, the budget is 1m00s" in done.stdout
+    (told,) = [line for line in done.stdout.splitlines() if "at most" in line]
+    trials = as_json(*words)["trials"]
+    assert told == f"at most {trials} trials; the budget of 1m00s has time for about 40 of them"
+    assert "typically 24 to 40 in 36s to 1m00s: guided stops by itself" in done.stdout
+    ample = run(*words[:-1], "1h", "--trials", "12").stdout
+    assert "at most 12 trials in about 18s, within the budget of 1h00m\n" in ample
+    assert "typically" not in ample and "typically" not in run(*words, "--sampler", "tpe").stdout
     assert "192 configs refused: loads by descriptor, which needs sm_90 or newer, not sm_80" in done.stdout
 
 

@@ -58,6 +58,49 @@ WRONG = [
     (["show", "--arch", "70"], USAGE, ["unknown arch 70", "80", "120"]),
     (["show", "--arch", "80", *H200], USAGE, ["--arch", "leave"]),
     (["show", *H200, "--family", "magic"], USAGE, ["unknown family 'magic'", "attention_fwd"]),
+    (
+        ["show", *H200, "--config", "s3g4_shared", "--head-dim", "128"],
+        USAGE,
+        ["s3g4_shared is a config of attention_bwd_sm90, which computes bwd, not fwd: add --backward"],
+    ),
+    (
+        ["show", *H200, "--backward", "--head-dim", "128", "--config", "m128n64w4s2k4_tma_heads"],
+        USAGE,
+        ["is a config of attention_fwd, which computes fwd, not bwd: leave out --backward"],
+    ),
+    (
+        [
+            "show",
+            *H200,
+            "--backward",
+            "--head-dim",
+            "128",
+            "--family",
+            "attention_bwd",
+            "--config",
+            "s3g4_shared",
+        ],
+        USAGE,
+        ["is a config of attention_bwd_sm90, which is not the family asked for: leave out --family, or "],
+    ),
+    (
+        ["show", "--arch", "80", "--backward", "--head-dim", "128", "--config", "s3g4_shared"],
+        USAGE,
+        ["is a config of attention_bwd_sm90, which does not serve this: attention_bwd_sm90 needs sm_90"],
+    ),
+    *(
+        (
+            ["show", *H200, *words, "--head-dim", "128", "--family", family, "--config", "fused"],
+            USAGE,
+            [f"{family} has no config 'fused'; a name reads like ", f", and may have {options}"],
+        )
+        for words, family, options in (
+            (["--backward"], "attention_bwd", "_fused at its end"),
+            (["--backward"], "attention_bwd_sm90", "_third at its end"),
+            ([], "attention_fwd", "k2 to k"),
+            ([], "attention_fwd_sm90", "k2 to k"),
+        )
+    ),
     (["show", *H200, "--config", ""], USAGE, ["no config ''", "a name reads like"]),
     *(
         (

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import landscape
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from flashgen.cli.options import Device
 from flashgen.cli.output import console
-from flashgen.cli.tune import _Page, _show
+from flashgen.cli.tune import _Page, _show, tune
 from flashgen.spec.masks import causal, sliding_window
 from flashgen.tune.fleet import GpuReport
 from flashgen.tune.result import Progress, Summary, TuneResult
@@ -118,5 +119,30 @@ def test_a_narrow_terminal_keeps_count_and_time_left() -> None:
     with terminal.capture() as shown:
         terminal.print(page._bars.get_renderable())
     first, second = shown.get().splitlines()
-    assert "4/4" in first and "2/10 d128" in first and "…" in first
-    assert "12/36" in second and "1m18s left" in second and RECORDS[0].config.name in second
+    assert "4/4" in first and "2/10 d128" in first and "… fwd " in first
+    assert (
+        "12/36" in second
+        and "… fwd " in second
+        and "1m18s left" in second
+        and RECORDS[0].config.name in second
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "told"), [(80, ("fwd_sm90", "fwd")), (160, ("attention_fwd_sm90", "attention_fwd"))]
+)
+def test_each_line_of_a_workload_names_its_family(width: int, told: tuple[str, str]) -> None:
+    terminal = Console(width=width, force_terminal=True, file=io.StringIO(), color_system=None)
+    page = _Page(Device(landscape.TARGET, (0,)), 1, terminal)
+    for family in ("attention_fwd_sm90", "attention_fwd"):
+        page.update(Progress(WORKLOADS[0], 0, 1, family, 4, 36, RECORDS[0], RECORDS[0], 3.0, 78.0))
+    with terminal.capture() as shown:
+        terminal.print(page._bars.get_renderable())
+    lines = shown.get().splitlines()
+    assert len(lines) == 2 and all(line.startswith("1/1 d128") for line in lines)
+    assert [f" {family} " in line for family, line in zip(told, lines, strict=True)] == [True, True]
+
+
+def test_the_limit_of_trials_says_what_it_limits() -> None:
+    shown = " ".join(CliRunner().invoke(tune, ["--help"], terminal_width=200).output.split())
+    assert "--trials INTEGER At most so many for each workload and kernel family" in shown

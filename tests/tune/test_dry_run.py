@@ -35,6 +35,7 @@ from flashgen.tune.dry_run import (
 )
 from flashgen.tune.plan import Plan
 from flashgen.tune.result import Summary
+from flashgen.tune.search import SAMPLERS
 from flashgen.tune.tuner import tune
 
 SPACE = landscape.space()
@@ -146,7 +147,22 @@ def test_a_budget_ends_it_earlier(store: TuningDB) -> None:
     found = asked(store, sampler="grid", budget_s=60.0)
     assert found.trials * found.pace.seconds > 60
     assert (found.seconds, found.to_json()["budget_s"]) == (60.0, 60.0)
+    assert (found.in_time, found.typical) == (int(60 / found.pace.seconds), None), "a grid stops nowhere"
     assert asked(store, trials=4, budget_s=60.0).seconds == pytest.approx(4 * found.pace.seconds)
+
+
+def test_a_strategy_that_stops_by_itself_usually_takes_less(store: TuningDB) -> None:
+    works = [landscape.workload(), landscape.workload(1024)]
+    least, most = SAMPLERS["guided"].typical or (0, 0)
+    found = asked(store, *works, trials=100)
+    assert (found.trials, found.in_time, found.typical) == (200, 200, (2 * least, 2 * most))
+    assert asked(store, *works, trials=least + 6).typical == (2 * least, 2 * least + 12)
+    assert asked(store, *works, trials=least).typical is None
+    short = asked(store, *works, budget_s=(2 * least + 2.5) * found.pace.seconds)
+    assert (short.in_time, short.typical) == (2 * least + 2, (2 * least, 2 * least + 2))
+    data = short.to_json()
+    assert (data["trials_in_time"], data["typical_trials"]) == (2 * least + 2, [2 * least, 2 * least + 2])
+    assert asked(store, *works, trials=100, sampler="tpe").to_json()["typical_trials"] is None
 
 
 def test_what_no_family_serves_is_told(store: TuningDB) -> None:
