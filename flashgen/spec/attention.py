@@ -457,6 +457,6 @@ class CallFacts:
 
     def __post_init__(self) -> None:
         if self.access not in ("aligned", "unit", "strided"):
-            raise InvalidArgument(f"{self.access=} must be aligned, unit or strided")
+            raise InvalidArgument(f"access={shown(self.access)} must be aligned, unit or strided")
         if self.tma and self.access != "aligned":
             raise InvalidArgument("tma needs aligned access")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from flashgen.errors import InvalidArgument, UnknownName
 from flashgen.spec.attention import Workload
 from flashgen.spec.config import Config
+from flashgen.spec.form import shown
 from flashgen.spec.target import Target
 
 
@@ -60,10 +61,10 @@ class Measurement:
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
-            raise InvalidArgument(f"{self.source=} must be one of {', '.join(SOURCES)}")
+            raise InvalidArgument(f"source={shown(self.source)} must be one of {', '.join(SOURCES)}")
         if self.status is Status.OK and not SHORTEST_US <= (self.median_us or 0) < math.inf:
             raise InvalidArgument(
-                f"an OK measurement needs a time of at least {SHORTEST_US} us, got {self.median_us=}"
+                f"an OK measurement needs a time of at least {SHORTEST_US} us, got median_us={self.median_us}"
             )
         if self.status is Status.OK:
             for name in ("min_us", "max_us", "max_error"):

@@ -17,8 +17,11 @@ from flashgen.spec.catalog import Entry
 from flashgen.spec.form import shown
 from flashgen.spec.rule import Bound, Combined, Rule
 
-MIN_CAP, MAX_CAP = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""The normal numbers of float32, which the kernel receives."""
+MIN_CAP, MAX_CAP = 2.0**-96, 2.0**96
+"""What a kernel multiplies of a cap, its inverse and the scale then stays a normal number of float32: an
+infinite one times a tanh of 0 is NaN."""
+MAX_FACTOR = (2 - 2.0**-23) * 2.0**127
+"""The greatest number of float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -54,8 +57,8 @@ def softcap(cap: float) -> ScoreMod:
     """Bends scores smoothly into the range from -cap to cap."""
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not MIN_CAP <= cap <= MAX_CAP:
         raise InvalidArgument(
-            f"cap={shown(cap)} must be a number from {MIN_CAP:.3g} to {MAX_CAP:.3g}, the normal numbers of "
-            "float32; for no cap, leave the rule out"
+            f"cap={shown(cap)} must be a number from {MIN_CAP:.3g} to {MAX_CAP:.3g}, whose products with the "
+            "scale float32 holds; for no cap, leave the rule out"
         )
     return ScoreMod(_SOFTCAP, (float(cap),))
 
@@ -175,7 +178,7 @@ def relative(table: Any = "fp32", distance: Any = None) -> ScoreMod:
 
 def scale(factor: float) -> ScoreMod:
     """Multiplies scores by a number, of either sign: a scale that may stand between two other rules."""
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not abs(factor) <= MAX_CAP:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not abs(factor) <= MAX_FACTOR:
         raise InvalidArgument(f"factor={shown(factor)} must be a finite number that float32 holds")
     return ScoreMod(_SCALE, (float(factor),))
 

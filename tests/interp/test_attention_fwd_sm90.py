@@ -359,6 +359,22 @@ def test_tanh_of_a_thread_is_as_exact_as_exp_of_float32() -> None:
     assert kernel["tanh_of_quarter"](gluon.value(lost)).isnan().sum() == 1
 
 
+@pytest.mark.parametrize("scale", [0.25, 1.0, 100.0])
+@pytest.mark.parametrize("cap", [score_mods.MIN_CAP, score_mods.MAX_CAP])
+def test_no_cap_makes_scores_of_0_infinite(cap: float, scale: float) -> None:
+    mod = score_mods.softcap(cap)
+    inputs = make_inputs(workload(16, dtype="fp16", mask=FULL, score_mod=mod, heads=1, q_len=9), "cpu")
+    inputs = replace(inputs, scale=scale)
+    inputs.q[..., :4, :] = 0.0
+    spec = workload(16, dtype="fp16", mask=FULL, score_mod=mod).spec
+    out, lse = run(inputs, render(spec, FAMILY.find(DYNAMIC), toolchain()))
+    expected, expected_lse = attention_reference(
+        inputs.q, inputs.k, inputs.v, score_mod=mod, scale=scale, dtype=torch.float64
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("config", [PLAIN, DYNAMIC, SPLIT, OPTIMISTIC])
 def test_rows_without_any_key(config: str) -> None:
     work = workload(16, dtype="bf16", q_len=70, k_len=30)
