@@ -343,6 +343,7 @@ def check(
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as {_AXIS_NAMES[layout]}"
     check_sizes((call.bhsd(tensor).shape for tensor in (q, k, v)), shapes)
     check_operands(call)
+    check_grids(call)
     if given is None and q.dtype != E4M3:
         return call
     sinks, dropout = (None, None) if given is None else (as_sinks(given.sinks, q, layout), given.dropout)
@@ -683,6 +684,18 @@ def check_operands(call: Call) -> None:
                         f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts "
                         f"{told}{_OF_PACKED if call.totals else ''}; {step} it to {max(sizes.values())} there"
                     )
+
+
+def check_grids(call: Call) -> None:
+    """Raises `InvalidArgument` where the keys of a call's sequences are not the positions of its mask's grid;
+    a trace leaves it to the call itself."""
+    if torch.compiler.is_compiling():
+        return
+    sizes, of_mask = call.sizes, (call.mask.rule, call.mask.values)
+    if call.totals:
+        masks.check_packed_grids(*of_mask, sizes.batch, sizes.k_len, call.totals[1])
+    else:
+        masks.check_grids(*of_mask, sizes.q_len, sizes.k_len)
 
 
 def _check_reach(told: str, tensor: Tensor, axis: int, reached: Reached, env: tuple[Any, ...]) -> None:

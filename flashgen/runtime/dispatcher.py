@@ -63,7 +63,7 @@ from flashgen.spec.attention import (
     number_code,
 )
 from flashgen.spec.config import Config
-from flashgen.spec.masks import Mask
+from flashgen.spec.masks import Mask, check_grids, check_packed_grids
 from flashgen.spec.rule import values_and_tensors
 from flashgen.spec.target import Target
 
@@ -226,6 +226,8 @@ class Dispatcher:
         batch, heads, kv_heads, heads_per_kv, q_len, k_len, head_dim, head_dim_v = env[
             SIZES_AT : SIZES_AT + 8
         ]
+        if values:
+            check_grids(rule, values, q_len, k_len)
         if tensors and not _fit(tensors, operand_axes(rule, score_mod), env):
             check(q, k, v, mask, score_mod, scale, layout, return_lse, given)
         if quantized is not None:
@@ -322,6 +324,8 @@ class Dispatcher:
         if sinks is not None:
             sinks = packed_sinks(sinks, q)
         arguments = (q, k, v, cu_q, cu_k, max_q, max_k, mask, score_mod, scale, return_lse, sinks, dropout)
+        if values:
+            check_packed_grids(rule, values, sequences, max_k, k_tokens)
         if tensors:
             sizes = (sequences, heads, kv_heads, heads // kv_heads, max_q, max_k, head_dim, head_dim_v)
             # As a dense call's environment has them.

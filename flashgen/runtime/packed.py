@@ -24,13 +24,16 @@ from flashgen.runtime.checks import (
     as_scale,
     as_score_mod,
     as_sinks,
+    check_grids,
     check_operands,
     check_return_lse,
     check_sizes,
     check_tensors,
     shown,
 )
+from flashgen.spec import masks
 from flashgen.spec.attention import MAX_INDEX
+from flashgen.spec.masks import Mask
 
 AXES = "(tokens, heads, head_dim)"
 
@@ -158,12 +161,26 @@ def check_packed(
         max_k=max_k,
     )
     check_operands(call)
+    check_grids(call)
     on_host = q.device.type == "cpu"
     if on_host or (values and not (q.is_cuda and torch.cuda.is_current_stream_capturing())):
         # As given: an int64 of 2**32 more would become the same int32.
-        _check_starts("q", _on_host("cu_seqlens_q", given_q), q.shape[0], max_q)
-        _check_starts("k", _on_host("cu_seqlens_k", given_k), k.shape[0], max_k)
+        starts_q, starts_k = _on_host("cu_seqlens_q", given_q), _on_host("cu_seqlens_k", given_k)
+        _check_starts("q", starts_q, q.shape[0], max_q)
+        _check_starts("k", starts_k, k.shape[0], max_k)
+        _check_grids(call.mask, starts_q, starts_k)
     return call
+
+
+def _check_grids(mask: Mask, starts_q: list[int], starts_k: list[int]) -> None:
+    """Of each sequence that has keys."""
+    if not masks.grids(mask.rule, mask.values):
+        return
+    lengths = ([end - start for start, end in pairwise(starts)] for starts in (starts_q, starts_k))
+    for sequence, (q_len, k_len) in enumerate(zip(*lengths, strict=True)):
+        if k_len:
+            names = (f"q_len of sequence {sequence}", f"k_len of sequence {sequence}")
+            masks.check_grids(mask.rule, mask.values, q_len, k_len, names)
 
 
 def check_packed_tensors(q: Any, k: Any, v: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -359,7 +360,9 @@ def neighborhood(window: Any, kernel: Any = None) -> Mask:
     Args:
         window: with nothing else, the number of keys of a sequence's neighbourhood: `window // 2` before the
             query's position, itself, and the others behind. Of fewer keys all are seen. With `kernel`, the
-            (height, width) of a grid whose positions stand row by row in the sequence, k_len their product.
+            (height, width) of a grid whose positions stand row by row in the sequence: a call is refused
+            unless k_len is their product, and q_len that or less, for the grid's last positions. Each packed
+            sequence is such a grid, or has no keys.
         kernel: the (height, width) of a grid position's neighbourhood, each at most the grid's.
 
     The grid's width is compiled in: kernels divide by it, and a number known to the compiler divides in a
@@ -394,6 +397,83 @@ def _grid(width: int) -> Rule:
         "where height: i32, kernel_h: i32, kernel_w: i32"
     )
     return _rule(text, f"neighborhood_w{width}", f"neighborhood(({{}}, {width}), ({{}}, {{}}))")
+
+
+_ON_A_GRID = re.compile(
+    r"k_idx >= min\(max\(max\(q_pos, 0\) // (\d+) - (\w+) // 2, 0\), (\w+) - \2\) \* \1(?!\w)"
+)
+"""Of `_grid`, in the text of any mask that it is part of: the width, and the name of the height."""
+
+
+@catalog.remembered(maxsize=4096)
+def _widths(text: str) -> tuple[tuple[str, int], ...]:
+    """The name of the height and the width of each grid of a mask."""
+    return tuple(dict.fromkeys((found[3], int(found[1])) for found in _ON_A_GRID.finditer(text)))
+
+
+def grids(rule: Rule, values: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """The (height, width) of each grid that a mask has neighbourhoods on.
+
+    Args:
+        values: of the rule's numbers, in order; others may follow.
+    """
+    if len(values) < _NUMBERS_OF_A_GRID or not (widths := _widths(rule.text)):
+        return ()  # the first of most masks, at every call
+    numbers = {name: value for (name, _), value in zip(rule.params, values, strict=False)}
+    return tuple((int(numbers[height]), width) for height, width in widths)
+
+
+_NUMBERS_OF_A_GRID = len(_grid(1).params)
+
+
+def check_grids(
+    rule: Rule, values: Sequence[float], q_len: int, k_len: int, names: tuple[str, str] = ("q_len", "k_len")
+) -> None:
+    """The keys of a sequence are the positions of its mask's grid, and its queries the last of them.
+
+    Args:
+        values: as for `grids`.
+        names: of both lengths, for messages.
+
+    Raises:
+        InvalidArgument: a length is another one; it says which the grid has.
+    """
+    for height, width in grids(rule, values):
+        positions = height * width
+        has = f"the grid ({height}, {width}) of neighborhood has {positions:,} positions"
+        if k_len != positions:
+            raise InvalidArgument(
+                f"{has}, and {names[1]} is {k_len:,}: each key is one of them, row by row; pass "
+                f"{positions:,} keys, or name the (height, width) whose product is {k_len:,}"
+            )
+        if q_len > positions:
+            raise InvalidArgument(
+                f"{has}, and {names[0]} is {q_len:,}: queries are the last of them; pass at most "
+                f"{positions:,} queries"
+            )
+
+
+def check_packed_grids(
+    rule: Rule, values: Sequence[float], sequences: int, longest: int, tokens: int
+) -> None:
+    """As `check_grids`, of packed sequences, by what is known of them without asking a GPU.
+
+    Args:
+        longest: keys of the longest sequence, or more.
+        tokens: keys of all.
+
+    Raises:
+        InvalidArgument: no sequences that have all keys of a grid, or none, come to this.
+    """
+    for height, width in grids(rule, values):
+        positions = height * width
+        whole = 0 if tokens % positions else tokens // positions
+        if tokens and not (0 < whole <= sequences and longest >= positions):
+            raise InvalidArgument(
+                f"the grid ({height}, {width}) of neighborhood has {positions:,} positions, and these "
+                f"{sequences:,} packed sequences of at most {longest:,} keys have {tokens:,} together: each "
+                f"key is one of its sequence's, row by row; pass {positions:,} keys of each sequence, or none"
+            )
 
 
 def block_sparse(block_mask: Any = "shared", block_size: Any = 128) -> Mask:

@@ -16,8 +16,10 @@ from flashgen.spec.form import brief, shown
 from flashgen.spec.masks import (
     Mask,
     causal,
+    check_grids,
     document,
     full,
+    grids,
     neighborhood,
     parse_mask,
     prefix_lm,
@@ -269,13 +271,16 @@ def workloads_from_args(
         sinks, dropout: as of `AttentionSpec`.
 
     Raises:
-        InvalidArgument: a size, name or dtype that is not served; it is named.
+        InvalidArgument: a size, name or dtype that is not served, or a size that is not the mask's; it is
+            named.
     """
     masks = mask if isinstance(mask, (list, tuple)) else (mask,)
     parsed = [each if isinstance(each, Mask) else parse_mask(str(each)) for each in masks]
     rule = parse_score_mod(score_mod) if isinstance(score_mod, str) else score_mod
     _check_sizes("seq", _several(seq))
     _check_sizes("head_dim", _several(head_dim))
+    for each, length in itertools.product(parsed, _several(seq)):
+        check_grids(each.rule, each.values, length, length if k_len is None else k_len)
     return tuple(
         make_workload(
             head_dim=dim,
@@ -300,9 +305,17 @@ def packed(workload: Workload, tokens: int) -> Workload:
     length for all are the longest ones.
 
     Raises:
-        InvalidArgument: sequences of that length do not hold so many.
+        InvalidArgument: sequences of that length do not hold so many; or the mask has a grid, and not all of
+            them have its length.
     """
     keys = tokens if workload.q_len == workload.k_len else -(-tokens * workload.k_len // workload.q_len)
+    values = [value for _, value in workload.params]
+    if grids(workload.spec.mask, values) and keys != workload.batch * workload.k_len:
+        raise InvalidArgument(
+            f"{workload.batch} packed sequences of at most {workload.k_len} keys have {keys} together, and "
+            f"each must have all positions of its mask's grid: give {workload.q_len} tokens (--varlen) for "
+            "each sequence (--batch)"
+        )
     spec = replace(workload.spec, addressing="varlen")
     return replace(workload, spec=spec, total_q=tokens, total_k=keys)
 

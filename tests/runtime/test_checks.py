@@ -102,6 +102,16 @@ CASES: dict[str, dict[str, Any]] = {
     r"doc_ends of .* has shape \(1, 2, 9\); axis 0 counts batch, which is 2": {
         "mask": masks.document(cu_seqlens=torch.tensor([0, 3, 8]), length=8)
     },
+    r"the grid \(3, 4\) of neighborhood has 12 positions, and k_len is 8: .*; pass 12 keys, or name the": {
+        "mask": masks.neighborhood((3, 4), (3, 3))
+    },
+    r"the grid \(5, 2\) of neighborhood has 10 positions, and k_len is 8": {
+        "mask": masks.causal() & ~masks.neighborhood((4, 2), (3, 1)) | masks.neighborhood((5, 2), (3, 1))
+    },
+    r"the grid \(2, 2\) of .* has 4 positions, and q_len is 6: queries are .*; pass at most 4": {
+        **tensors(k=(2, 2, 4, 32), v=(2, 2, 4, 32)),
+        "mask": "neighborhood((2, 2), (1, 1))",
+    },
     r"prefix_lens of prefix_lm\(.i32.\) has shape \(3,\); axis 0 counts batch, which is 2": {
         "mask": masks.prefix_lm(torch.ones(3, dtype=torch.int32))
     },

@@ -318,6 +318,18 @@ def test_what_does_not_agree_is_refused_before_any_launch(message: str, seen_bef
 # Facts of the call
 
 
+def test_keys_that_are_no_grid_are_refused_before_any_launch_and_at_every_call() -> None:
+    parts, grid = make(), masks.neighborhood((8, 8), (3, 3))
+    parts.call(*tensors(q_len=64, k_len=64), grid)
+    for mask in (grid, CAUSAL & grid):  # of the bucket of the call before, and of none
+        with pytest.raises(
+            InvalidArgument, match=r"\(8, 8\) of .* has 64 positions, and k_len is 60: .* 64 keys"
+        ):
+            parts.call(*tensors(q_len=60, k_len=60), mask)
+    parts.call(*tensors(q_len=50, k_len=64), grid)
+    assert len(parts.loads.launched) == 2
+
+
 def test_c13_a_broadcast_batch_and_a_real_one_are_different_kinds() -> None:
     parts = make([record(10.0, conf=TMA), record(20.0, conf=POINTER)])
     q, k, v = tensors(batch=1)

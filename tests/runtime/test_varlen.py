@@ -295,6 +295,40 @@ def test_rules_are_checked_by_the_sizes_of_sequences() -> None:
 # Through the dispatcher
 
 
+def of_grids(*lengths: int, longest: int = 12) -> list[Any]:
+    """A call whose sequences have as many queries as keys."""
+    return [*call(lengths, lengths)[:5], longest, longest]
+
+
+@pytest.mark.parametrize("lengths,longest", [((12, 12), 12), ((12, 0, 12), 40), ((0, 0), 12)], ids=str)
+def test_sequences_that_have_all_positions_of_a_grid_or_none(lengths: tuple[int, ...], longest: int) -> None:
+    mask = masks.neighborhood((3, 4), (3, 3))
+    arguments = of_grids(*lengths, longest=longest)
+    found = attention_varlen(*arguments, mask=mask)
+    exact, _ = one_by_one(arguments, mask, None)
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+    dispatched(parts.make(), arguments, mask)
+
+
+@pytest.mark.parametrize("lengths", [(12, 8), (6, 6), (12, 12, 11)], ids=str)
+def test_sequences_of_other_lengths_than_a_grid_has_are_refused(lengths: tuple[int, ...]) -> None:
+    mask = masks.causal() & masks.neighborhood((3, 4), (3, 3))
+    with pytest.raises(InvalidArgument, match=r"grid \(3, 4\) of neighborhood has 12 positions"):
+        attention_varlen(*of_grids(*lengths), mask=mask)
+    if sum(lengths) % 12:  # else only a host can tell
+        with pytest.raises(
+            InvalidArgument, match=r"have \d+ together: .*pass 12 keys of each sequence, or none"
+        ):
+            dispatched(parts.make(), of_grids(*lengths), mask)
+
+
+def test_a_longest_length_below_that_of_a_grid_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"these 2 packed sequences of at most 8 keys have 12 together"):
+        dispatched(parts.make(), of_grids(6, 6, longest=8), masks.neighborhood((3, 4), (3, 3)))
+    with pytest.raises(InvalidArgument, match=r"and k_len of sequence 1 is 6: "):
+        attention_varlen(*of_grids(12, 6, 6), mask=masks.neighborhood((3, 4), (3, 3)))
+
+
 def dispatched(made: parts.Parts, arguments: list[Any], mask: Any = None, **named: Any) -> Any:
     options = {"score_mod": None, "scale": None, "return_lse": False, "sinks": None} | named
     return made.dispatcher.attention_varlen(*arguments, mask, *options.values())

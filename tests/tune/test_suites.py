@@ -350,12 +350,26 @@ def test_explicit_sizes() -> None:
         ({"score_mod": "softcap(0)"}, "cap"),
         ({"seq": 10**23}, "q_len=100000000000000000000000 must be at least 0 and at most 2147483647"),
         ({"batch": 10**20}, "batch=100000000000000000000 must be"),
+        (
+            {"mask": "neighborhood((64, 64), (13, 13))"},
+            r"has 4,096 positions, and k_len is 512: .*pass 4,096",
+        ),
+        ({"mask": "neighborhood((8, 8), (3, 3))", "k_len": 64}, "has 64 positions, and q_len is 512"),
     ],
 )
 def test_bad_sizes_are_named(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"head_dim": 128, "heads": 32, "seq": 512}
     with pytest.raises(InvalidArgument, match=message):
         workloads_from_args(**given | changes)
+
+
+def test_packed_sequences_of_a_grid_all_have_its_length() -> None:
+    (dense,) = workloads_from_args(
+        head_dim=64, heads=4, seq=64, batch=4, mask="causal & neighborhood((8, 8), (3, 3))"
+    )
+    assert packed(dense, 256).total_k == 256
+    with pytest.raises(InvalidArgument, match=r"4 packed sequences of at most 64 keys have 200 together"):
+        packed(dense, 200)
 
 
 @pytest.mark.parametrize(
