@@ -846,9 +846,12 @@ def warmup(what: Workloads, *, device: int = 0) -> tuple[Explanation, ...]:
         InvalidArgument: an unknown suite, or a file that is no model's config.
         NoGPU: this machine has none.
     """
-    return tuple(
-        _dispatcher().warm(workload, _usual_facts(workload), device) for workload in workloads_of(what)
-    )
+    workloads = workloads_of(what)
+    with _naming_targets(
+        "warmup loads kernels into a GPU of this machine: run it where the calls run; "
+        "explain_workload(workload, target=NAME) says what that is, tune and export take target=NAME too"
+    ):
+        return tuple(_dispatcher().warm(workload, _usual_facts(workload), device) for workload in workloads)
 
 
 def workloads_of(what: Workloads) -> tuple[Workload, ...]:
@@ -895,12 +898,12 @@ def _target(target: Target | str | None, device: int = 0) -> Target:
 
 
 @contextmanager
-def _naming_targets() -> Iterator[None]:
-    """Adds to the error of a machine without a GPU how to do the same for another machine's."""
+def _naming_targets(otherwise: str = "target=NAME works without one") -> Iterator[None]:
+    """Adds to the error of a machine without a GPU what to do instead, for another machine's."""
     try:
         yield
     except NoGPU as error:
-        raise NoGPU(f"{error}\ntarget=NAME works without one; known: {', '.join(TARGETS)}") from error
+        raise NoGPU(f"{error}\n{otherwise}; known: {', '.join(TARGETS)}") from error
 
 
 # Tuning and export

@@ -157,6 +157,12 @@ def _sentence(
 
 
 def explain_without_kernel(call: Call, why: str, runs: str = "") -> Explanation:
-    """For calls that no dispatcher sees: on the CPU, or with a gradient."""
+    """For calls that no dispatcher sees: on the CPU, where it is also told how to ask of a GPU, or with a
+    gradient."""
+    if not call.q.is_cuda:
+        why = (
+            f"{why}; what a GPU runs say `flashgen explain --target NAME` and "
+            "flashgen.explain_workload(workload, target=NAME)"
+        )
     runs = runs or torch_path.describe(call)
     return Explanation.of_torch(describe_call(call), str(call.q.device), runs, why)

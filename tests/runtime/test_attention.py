@@ -348,6 +348,14 @@ def test_explain_says_that_torch_differentiates_forward() -> None:
     assert told.runs == "torch, scores written out" and "forward-mode AD" in told.steps[0].reason
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_explain_of_cpu_tensors_says_how_to_ask_of_a_gpu(gradient: bool) -> None:
+    q, k, v = draw()
+    (step,) = flashgen.explain(q.requires_grad_(gradient), k, v).steps
+    assert "kernels run on CUDA, the tensors are on cpu; what a GPU runs say " in step.reason
+    assert "`flashgen explain --target NAME`" in step.reason and "explain_workload(workload, " in step.reason
+
+
 # Its memory
 
 
