@@ -108,9 +108,15 @@ def read_entry(node: ast.expr, table: Mapping[str, Entry[T]], what: str, example
     except TypeError as error:
         raise InvalidArgument(
             f"{shown(ast.unparse(node))}: {brief(str(error), 120)}; "
-            f"it is called as {called.id}{_parameters(signature)}"
+            f"it is called as {called.id}{_parameters(signature)}{_such_as(called.id, table[called.id])}"
         ) from None
     return build(*bound.args, **bound.kwargs)
+
+
+def _such_as(name: str, entry: Entry[Any]) -> str:
+    """A call of it to write, where one needs arguments."""
+    sample = ", ".join(map(repr, entry.samples[0]))
+    return f", such as {name}({sample})" if sample else ""
 
 
 def _parameters(signature: inspect.Signature) -> str:
@@ -120,6 +126,8 @@ def _parameters(signature: inspect.Signature) -> str:
 
 def _literal(node: ast.expr) -> int | float | str | bool | tuple[int, ...] | None:
     value: Any
+    if isinstance(node, ast.Name):  # a word, as a shell leaves it of one in quotes
+        return node.id
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -129,5 +137,5 @@ def _literal(node: ast.expr) -> int | float | str | bool | tuple[int, ...] | Non
     if value is None or isinstance(value, int | float | str):
         return value
     raise InvalidArgument(
-        f"{shown(ast.unparse(node))} is no argument; write a number, (numbers), None or a word in quotes"
+        f"{shown(ast.unparse(node))} is no argument; write a number, (numbers), None or a word"
     )

@@ -144,7 +144,7 @@ def full() -> Mask:
 
 
 def causal(align: str = "bottom_right") -> Mask:
-    """A query sees the keys up to its own position.
+    """A query sees the keys up to its own position. On a command line `causal` or `causal(top_left)`.
 
     Args:
         align: `bottom_right` lines up the last query with the last key, as decoding with a cache needs;
@@ -152,7 +152,9 @@ def causal(align: str = "bottom_right") -> Mask:
     """
     mask = _CAUSAL.get(align) if isinstance(align, str) else None
     if mask is None:
-        raise InvalidArgument(f"align={shown(align)} must be 'bottom_right' or 'top_left'")
+        raise InvalidArgument(
+            f"align={shown(align)} must be 'bottom_right' or 'top_left': write causal() or causal('top_left')"
+        )
     return mask
 
 
@@ -495,6 +497,11 @@ def block_sparse(block_mask: Any = "shared", block_size: Any = 128) -> Mask:
             words = ", ".join(map(repr, _BLOCK_WORDS.values()))
             raise InvalidArgument(f"block_mask={shown(block_mask)} must be one of {words}, or a tensor")
         return Mask(_blocks(differs, q_size, k_size), (), (None,))
+    if type(block_mask) is int:
+        raise InvalidArgument(
+            f"block_mask={shown(block_mask)} must be a bool tensor, or a word for one that is bound later; a "
+            f"block's size follows it: block_sparse('shared', {shown(block_mask)})"
+        )
     if rules.operand_dtype(block_mask) != "i1" or len(block_mask.shape) != 4:
         raise InvalidArgument(
             "block_sparse takes a bool tensor (batch or 1, heads or 1, blocks of queries, blocks of keys), "

@@ -149,16 +149,21 @@ def relative(table: Any = "fp32", distance: Any = None) -> ScoreMod:
     Args:
         table: float32, float16 or bfloat16 (heads, 2 * distance + 1): first of keys `distance` or more before
             the query, in the middle of the one at its position, last of those as far behind it. The words
-            `fp32`, `fp16` and `bf16` stand for a table that is bound later. Buckets of several distances are
+            `fp32`, `fp16` and `bf16` stand for a table that is bound later, a number for a float32 one of
+            that distance: `relative(128)`. Buckets of several distances are
             made such a table by reading the bucket of each: `weights[:, buckets]`.
         distance: of a table that is bound later; a table tells its own.
     """
+    if type(table) is int and distance is None:
+        table, distance = "fp32", table
     if isinstance(table, str):
         _check_word("table", table, _FLOATS)
         if isinstance(distance, bool) or not isinstance(distance, int) or not 0 <= distance < 2**30:
+            given = "no distance" if distance is None else f"distance={shown(distance)}"
             raise InvalidArgument(
-                f"distance={shown(distance)} of a table that is bound later must be a whole number, the "
-                "largest distance that has an entry of its own"
+                f"relative of a table that is bound later has {given}; it must be a whole number below "
+                "2**30, the largest distance that has an entry of its own: write relative(128) or "
+                f'relative("{table}", 128)'
             )
         return ScoreMod(_RELATIVE[table], (distance,), (None,))
     given = rules.operand_dtype(table)

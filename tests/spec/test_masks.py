@@ -331,8 +331,13 @@ def test_windows_are_checked():
     [
         ("cusal", "known: " + ", ".join(sorted(MASKS))),
         ("causal(1, 2)", "causal(align='bottom_right')"),
-        ("causal('left')", "'bottom_right' or 'top_left'"),
-        ("sliding_window(1)", "sliding_window(left, right)"),
+        ("causal('left')", "'bottom_right' or 'top_left': write causal() or causal('top_left')"),
+        ("causal(left)", "align='left' must be 'bottom_right' or 'top_left'"),
+        ("sliding_window(1)", "sliding_window(left, right), such as sliding_window(1023, 0)"),
+        ("sliding_window", "sliding_window(left, right), such as sliding_window(1023, 0)"),
+        ("neighborhood", "neighborhood(window, kernel=None), such as neighborhood(7)"),
+        ("global_tokens", "global_tokens(count), such as global_tokens(3)"),
+        ("block_sparse(64)", "a block's size follows it: block_sparse('shared', 64)"),
         ("sliding_window(-1, 0)", "0 or more"),
         ("sliding_window(x, 0)", "'x'"),
         ("sliding_window(**{'left': 1})", "{'left': 1}"),
@@ -342,7 +347,7 @@ def test_windows_are_checked():
         ("prefix_lm('u8')", "prefix_lens='u8' must be 'i32' or 'i64', or a tensor"),
         ("dilated(4, 0)", "dilation=0 must be a whole number from 1 to"),
         ("dilated(-4, 1)", "window=-4 must be a whole number from 0 to"),
-        ("dilated(4)", "dilated(window, dilation)"),
+        ("dilated(4)", "dilated(window, dilation), such as dilated(12, 3)"),
         ("global_tokens(2.0)", "count=2.0 must be a whole number"),
         ("neighborhood(0)", "window=0 must be a whole number from 1 to"),
         ("neighborhood((8, 8))", "needs its kernel, such as (7, 7)"),
@@ -363,6 +368,18 @@ def test_refused_mask_text_says_what_is_allowed(text, hint):
     with pytest.raises(InvalidArgument) as refusal:
         parse_mask(text)
     assert hint in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("bare", "quoted"),
+    [
+        ("causal(top_left)", 'causal("top_left")'),
+        ("causal(align=top_left) & document(ordered)", 'causal("top_left") & document("ordered")'),
+        ("block_sparse(heads, 64) | key_padding(keep)", 'block_sparse("heads", 64) | key_padding("keep")'),
+    ],
+)
+def test_a_word_needs_no_quotes(bare, quoted):
+    assert parse_mask(bare) == parse_mask(quoted)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,8 @@ def test_a_table_of_distances_ends_where_it_is_read_no_further():
         where = {"q_idx": q_pos, "k_idx": k_idx, "q_len": 12, "k_len": 12, "head": torch.tensor(1)}
         assert value(relative(table), **where) == 2.0 + 7 + entry
     assert relative(table).values == (3,) and relative(table, 3) == relative(table)
+    assert relative(12) == parse_score_mod("relative(12)") == parse_score_mod("relative(fp32, 12)")
+    assert relative(12) == relative("fp32", 12)
     with pytest.raises(InvalidArgument, match="distance=4 is not that of a table of 7 entries, 3"):
         relative(table, 4)
 
@@ -162,8 +164,13 @@ def test_nothing_to_compose():
         ("alibi('fp16')", "slopes='fp16' must be 'fp32', or a tensor"),
         ("bias('kq')", "tensor='kq' must be some of the letters bhqk in this order"),
         ("bias('bhqk', 'fp64')", "dtype='fp64' must be 'fp32', 'fp16', 'bf16', or a tensor"),
-        ("relative('fp32')", "distance=None of a table that is bound later must be a whole number"),
-        ("relative('fp32', -1)", "distance=-1 of a table"),
+        ("relative", "has no distance; it must be a whole number below 2**30, the largest distance that has"),
+        ("relative", 'write relative(128) or relative("fp32", 128)'),
+        ("relative('bf16')", 'write relative(128) or relative("bf16", 128)'),
+        ("relative('fp32', -1)", "bound later has distance=-1; it must be a whole number"),
+        ("relative(-1)", "bound later has distance=-1; it must be a whole number"),
+        ("relative(True)", "relative takes a float32"),
+        ("softcap", "softcap(cap), such as softcap(30.0)"),
         ("relative('i32', 4)", "table='i32' must be 'fp32', 'fp16', 'bf16', or a tensor"),
         ("scale('big')", "factor='big' must be a finite number"),
         ("softcap()", "softcap(cap)"),
