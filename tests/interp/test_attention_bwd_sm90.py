@@ -98,7 +98,7 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     check(workload(*dims, dtype=dtype, heads=1, q_len=150, k_len=140), with_lse=True)
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (72, 40), (96, 96), (40, 112)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (72, 40), (96, 96), (40, 112), (128, 32)], ids=str)
 def test_a_third_warpgroup_computes_all_chunks_of_dq(dims: tuple[int, int]) -> None:
     check(workload(*dims, dtype="bf16", heads=1, q_len=150, k_len=140), SHARED_THIRD, with_lse=True)
 
