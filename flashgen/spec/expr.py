@@ -27,6 +27,7 @@ MAX_TEXT = 20_000
 """Longest text `parse` reads, in characters."""
 MAX_DEPTH = 80
 """Deepest tree allowed: text nested deeper cannot be parsed back by Python."""
+TOO_DEEP = f"a rule nested deeper than {MAX_DEPTH} levels; combine fewer rules"
 MAX_INT = 2**63 - 1
 
 
@@ -594,9 +595,10 @@ def parse(
     reader = _Reader(text.strip(), symbols, params, operands)
     try:
         expr = reader.read(tree.body)
+        too_deep = depth(expr) > MAX_DEPTH
     except RecursionError:
-        raise InvalidArgument(f"the expression is nested deeper than {MAX_DEPTH} levels; split it") from None
-    if depth(expr) > MAX_DEPTH:
+        too_deep = True
+    if too_deep:
         raise InvalidArgument(f"the expression is nested deeper than {MAX_DEPTH} levels; split it")
     return expr
 

@@ -301,6 +301,11 @@ def _ends_of(cu_seqlens: Any, length: Any) -> Any:
             "cu_seqlens of document is an int32 or int64 tensor (documents + 1,) with where each document "
             f"begins, and where the last one ends; not {told}"
         )
+    if str(cu_seqlens.layout) != "torch.strided":
+        raise InvalidArgument(
+            f"cu_seqlens of document is {cu_seqlens.layout}; only dense (strided) tensors are served: "
+            "make it one"
+        )
     if length is None:
         raise InvalidArgument(
             "document(cu_seqlens=...) needs length, the keys of the packed row: length=k.shape[2]"
@@ -377,6 +382,11 @@ def neighborhood(window: Any, kernel: Any = None) -> Mask:
             )
         return Mask(_NEIGHBORHOOD, (_count("window", window, 1),))
     height, width = _pair("window", window)
+    if height * width >= UNLIMITED:  # kernels count positions in int32
+        raise InvalidArgument(
+            f"window=({height}, {width}) has {height * width} positions, which stand in one sequence; "
+            f"at most {UNLIMITED - 1}: give a smaller grid"
+        )
     kernel_h, kernel_w = _pair("kernel", kernel)
     if kernel_h > height or kernel_w > width:
         raise InvalidArgument(

@@ -99,6 +99,8 @@ class Rule:
     """How a person writes it, with `{}` for each parameter: `causal & sliding_window({}, {})`."""
     text: str = field(init=False)
     """The canonical text, declarations included; `Rule.parse` reads it back."""
+    divisors: tuple[int, ...] = field(init=False, compare=False)
+    """Which of `params` whole numbers are divided by: 0 has no quotient and no remainder."""
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Rule:
             raise UnknownName("kind of rule", self.kind, KINDS)
         _check_declarations(self)
         if ex.depth(self.expr) > ex.MAX_DEPTH:
-            raise InvalidArgument(f"a rule nested deeper than {ex.MAX_DEPTH} levels; combine fewer rules")
+            raise InvalidArgument(ex.TOO_DEEP)
         type_, wanted = ex.result_type(self.expr, self.types), "bool" if self.kind == "mask" else "number"
         if (type_ == "bool") != (wanted == "bool"):
             raise InvalidArgument(
@@ -119,6 +121,7 @@ class Rule:
         if len(text) > ex.MAX_TEXT:
             raise InvalidArgument(f"a rule of {len(text)} characters; at most {ex.MAX_TEXT}: combine fewer")
         object.__setattr__(self, "text", text)
+        object.__setattr__(self, "divisors", _divisors(self))
         object.__setattr__(self, "_hash", hash((self.kind, text)))
         if not self.name:
             object.__setattr__(self, "name", _fitting_name("rule", self.text, always_digest=True))
@@ -217,6 +220,25 @@ def _check_declarations(rule: Rule) -> None:
                     f"{shown(ex.to_text(load))} does not have {operand.rank} indices; every read of an "
                     "operand takes one index per dimension"
                 )
+
+
+def _divisors(rule: Rule) -> tuple[int, ...]:
+    """See `Rule.divisors`."""
+    found = set()
+    for node in ex.walk(rule.expr):
+        if not isinstance(node, ex.Apply) or node.op not in ("//", "%"):
+            continue
+        if ex.result_type(node, rule.types) != "int":
+            continue
+        by = node.args[1]
+        if ex.constant(ex.simplify(by)) == 0:
+            raise InvalidArgument(
+                f"{shown(ex.to_text(node))} divides a whole number by 0, which has no value; divide by "
+                "another number"
+            )
+        if isinstance(by, ex.Param):
+            found.add(by.name)
+    return tuple(i for i, (name, _) in enumerate(rule.params) if name in found)
 
 
 def _operand_names(expr: Expr) -> tuple[str, ...]:
@@ -414,7 +436,8 @@ Self = TypeVar("Self", bound="Bound")
 class Bound:
     """A rule with what a call gives it: base of `Mask` and `ScoreMod`.
 
-    Made for every call, so it only compares lengths; whoever makes the values checks them.
+    Made for every call, so it only compares lengths and looks for divisors of 0; whoever makes the values
+    checks them otherwise.
     """
 
     KIND: ClassVar[str]
@@ -436,6 +459,12 @@ class Bound:
                 f"{shown(rule.text)} takes {len(rule.params)} values and {len(rule.operands)} tensors, "
                 f"but has {len(self.values)} and {len(self.tensors)}"
             )
+        for at in rule.divisors:
+            if self.values[at] == 0:
+                raise InvalidArgument(
+                    f"{rule.params[at][0]}=0 divides whole numbers in {shown(rule.text)}, which has no "
+                    "value; give another number"
+                )
 
     def __eq__(self, other: object) -> bool:
         # Tensors are compared by identity: comparing elements would read device memory.

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from flashgen.errors import InvalidArgument
 from flashgen.spec import expr as ex
 from flashgen.spec.expr import Expr
+from flashgen.spec.form import brief
 from flashgen.trace.operations import (
     FUNCTIONS,
     METHODS,
@@ -144,7 +145,8 @@ class _Tracer(TracerBase):
         try:
             node.meta["value"] = rows[name](self.operations, *args, **kwargs)
         except (InvalidArgument, TypeError, RecursionError) as error:
-            told = str(error).replace("<lambda>()", f"{name}()").replace("row()", f"{name}()")
+            told = ex.TOO_DEEP if isinstance(error, RecursionError) else str(error)
+            told = told.replace("<lambda>()", f"{name}()").replace("row()", f"{name}()")
             raise InvalidArgument(f"node {node}: {told}") from None
         return self.proxy(node)
 
@@ -240,7 +242,7 @@ def place_of(error: BaseException) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(_LIBRARIES):  # the innermost frame of the user's
-            line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            line = brief(linecache.getline(code.co_filename, trace.tb_lineno).strip(), 110)
             place = f"{code.co_filename}, line {trace.tb_lineno}" + (f", `{line}`" if line else "")
         trace = trace.tb_next
     return place

@@ -220,8 +220,9 @@ def _read(kind: str, function: Callable[..., Any], found: Captures, constants: b
     try:
         made = _made(kind, function, expr, found, numbers, tensors, recording.types)
         return replace(made, lasting=found.whole and twins.whole)
-    except InvalidArgument as error:
-        raise InvalidArgument(_refusal(kind, function, "", str(error))) from None
+    except (InvalidArgument, RecursionError) as error:
+        told = ex.TOO_DEEP if isinstance(error, RecursionError) else str(error)
+        raise InvalidArgument(_refusal(kind, function, "", told)) from None
 
 
 def _refusal(kind: str, function: Callable[..., Any], place: str, why: str) -> str:

@@ -260,7 +260,16 @@ def test_an_operand_is_not_read_without_an_index():
         parse("table[()] > 1", operands={"table": None})
 
 
-@pytest.mark.parametrize("text", ["-" * 90 + "1", "1" + "+1" * 3000, "-" * 9000 + "1", "(" * 3000 + "1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-" * 90 + "1",
+        *("1" + "+1" * n for n in range(300, 1001, 20)),
+        "1" + "+1" * 3000,
+        "-" * 9000 + "1",
+        "(" * 3000 + "1",
+    ],
+)
 def test_deep_nesting_is_refused_whoever_notices_it(text):
     with pytest.raises(InvalidArgument) as refusal:
         read(text)

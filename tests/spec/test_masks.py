@@ -207,6 +207,8 @@ def test_documents_of_a_packed_row_are_told_by_their_edges(dtype):
     for wrong in (edges.short(), edges.float(), edges[None], edges[:1], [0, 3]):
         with pytest.raises(InvalidArgument, match=r"^cu_seqlens of document is an int32 or int64 tensor"):
             document(cu_seqlens=wrong, length=9)
+    with pytest.raises(InvalidArgument, match=r"cu_seqlens of document is torch\.sparse_coo; only dense"):
+        document(cu_seqlens=edges.to_sparse(), length=9)
 
 
 def test_edges_never_fall_whatever_a_device_holds(monkeypatch):
@@ -354,6 +356,7 @@ def test_windows_are_checked():
         ("neighborhood((8, 8), 3)", "kernel=3 must be a pair of whole numbers"),
         ("neighborhood((8, 8), (3, 9))", "kernel=(3, 9) must not be larger than the grid, (8, 8)"),
         ("neighborhood((8, 2.5), (3, 3))", "(8, 2.5)"),
+        ("neighborhood((70000, 70000), (65000, 3))", "has 4900000000 positions, which stand in one sequence"),
         ("block_sparse('each')", "must be one of 'shared', 'batch', 'heads', 'batch_heads', or a tensor"),
         ("block_sparse('heads', (64, 0))", "block_size[1]=0 must be a whole number from 1 to"),
         ("", "causal & sliding_window(1023, 0)"),
@@ -431,6 +434,21 @@ def test_rules_without_a_form_describe_themselves_by_text():
     rule = Rule.parse("mask", "k_idx < prefix where prefix: i32", name="prefix")
     assert Mask(rule, (5,)).describe() == "k_idx < prefix with prefix=5"
     assert str(Mask(rule, (5,)) | causal()) == "(k_idx < prefix) | (q_pos >= k_idx) with prefix=5"
+
+
+@pytest.mark.parametrize("by", ["0", "-0", "(3 - 3)"])
+@pytest.mark.parametrize("op", ["//", "%"])
+def test_whole_numbers_are_not_divided_by_0(op, by):
+    """A GPU would give what it likes, and torch an error without a name."""
+    with pytest.raises(InvalidArgument, match=r"divides a whole number by 0, .*; divide by another number"):
+        Rule.parse("mask", f"k_idx {op} {by} > 1")
+    Rule.parse("mask", f"k_idx {op} 0.0 > 1.0")
+    rule = Rule.parse(
+        "mask", f"(k_idx {op} step > left) & (k_idx {op} 2.5 < cap) where left: i32, step: i32, cap: f32"
+    )
+    assert Mask(rule, (0, -2, 0.0)).values == (0, -2, 0.0)
+    with pytest.raises(InvalidArgument, match=r"step=0 divides whole numbers in .*; give another number"):
+        Mask(rule, (5, 0, 1.0))
 
 
 def test_very_deep_combinations_are_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import linecache
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -464,6 +465,39 @@ def test_a_refusal_has_the_line() -> None:
     line = branches.__code__.co_firstlineno + 1
     place = f"{__file__}, line {line}, `if q_idx > 3:`"
     assert str(error.value).startswith(f"the mask_mod branches cannot be traced ({place}): node gt:")
+
+
+def test_a_long_line_hides_no_reason() -> None:
+    made: dict[str, object] = {}
+    text = f"mask = lambda b, h, q, k: (q & 3) > 0 {'and True ' * 500}"
+    exec(compile(text, "long.py", "exec"), made)
+    linecache.cache["long.py"] = len(text), None, [text], "long.py"
+    with pytest.raises(InvalidArgument, match=r"\.\.\.`\): node and_: q_idx is no truth value") as error:
+        mask_mod(made["mask"])
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("levels", [90, 380, 430, 800])
+def test_rules_that_nest_too_deeply_are_refused_whoever_notices_it(levels: int) -> None:
+    def steps(b, h, q_idx, kv_idx):
+        for _ in range(levels):
+            kv_idx = torch.maximum(kv_idx, q_idx) * 2
+        return q_idx >= kv_idx
+
+    with pytest.raises(InvalidArgument, match=r"steps cannot be traced .*nested deeper than 80 levels"):
+        mask_mod(steps)
+
+
+def test_a_captured_0_divides_nothing() -> None:
+    def strided(step):
+        return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0
+
+    mask_mod(strided(3))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"step=0 divides whole numbers in .*; give another number"):
+            mask_mod(strided(0))
+    with pytest.raises(InvalidArgument, match="divides a whole number by 0"):
+        mask_mod(lambda b, h, q_idx, kv_idx: kv_idx // 0 == q_idx)
 
 
 def test_captured_tensors_that_are_refused() -> None:
