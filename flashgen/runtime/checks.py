@@ -651,7 +651,8 @@ def check_operands(call: Call) -> None:
         known = call.sizes
         env = (0,) * SIZES_AT + tuple(getattr(known, each, 1) for each in SIZES) + (0.0, *bound.values)
         wanted = _operand_axes(bound.rule.kind, bound.rule.text, 0)
-        for (name, dtype, axes), tensor in zip(wanted, bound.tensors, strict=True):
+        for (operand, dtype, axes), tensor in zip(wanted, bound.tensors, strict=True):
+            name = _argument(bound.rule, operand)
             if tensor is None:
                 raise InvalidArgument(f"{bound.describe()} has no tensor for {name}; build it with one")
             check_dense(f"{name} of {bound.describe()}", tensor)
@@ -671,6 +672,8 @@ def check_operands(call: Call) -> None:
                     f"{name} of {bound.describe()} must be {dtype} with {len(axes)} dimensions, "
                     f"not {shown(tensor)}; {step}"
                 )
+            if name == "cu_seqlens" and shape[0] == 1:
+                _check_one_row(f"{name} of {bound.describe()}", shape[2] - 1, known)
             for axis, entries in enumerate(axes):
                 if isinstance(entries, Reached):
                     _check_reach(f"{name} of {bound.describe()}", tensor, axis, entries, env)
@@ -684,6 +687,27 @@ def check_operands(call: Call) -> None:
                         f"{name} of {bound.describe()} has shape {tuple(shape)}; axis {axis} counts "
                         f"{told}{_OF_PACKED if call.totals else ''}; {step} it to {max(sizes.values())} there"
                     )
+
+
+def _argument(rule: Rule, operand: str) -> str:
+    """What a person gave an operand as: named rules have arguments, and a form that shows them."""
+    base = operand.rstrip("0123456789").removesuffix("_")  # as `rule.join` renames the second of a name
+    return masks.GIVEN_AS.get(base, base) if rule.form else operand
+
+
+def _check_one_row(told: str, length: int, sizes: Sizes) -> None:
+    """Of the documents of one packed row; a trace leaves it to the call itself."""
+    if torch.compiler.is_compiling():
+        return
+    if sizes.batch != 1:
+        raise InvalidArgument(
+            f"{told} is of one row that documents are packed into, and batch is {sizes.batch}; make it "
+            "one row, or give document(ids) with ids (batch, k_len)"
+        )
+    if length < sizes.k_len:
+        raise InvalidArgument(
+            f"{told} has length={length}, and k_len is {sizes.k_len}; give length={sizes.k_len}, that of k"
+        )
 
 
 def check_grids(call: Call) -> None:

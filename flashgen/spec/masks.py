@@ -530,6 +530,15 @@ def _blocks(differs: str, q_size: int, k_size: int) -> Rule:
     return _rule(text, name, f'block_sparse("{_BLOCK_WORDS[differs]}", {size})')
 
 
+GIVEN_AS: Mapping[str, str] = {
+    "key_lengths": "keys",
+    "key_keep": "keys",
+    "doc_ids": "ids",
+    "doc_ends": "cu_seqlens",
+    "kept": "block_mask",
+}
+"""The argument that a tensor of a named mask came as, where it has another name than the rule's operand."""
+
 MASKS: Mapping[str, Entry[Mask]] = {
     "full": Entry(full, "every query sees every key"),
     "causal": Entry(causal, "keys up to the query's own position", ((), ("top_left",))),

@@ -324,7 +324,7 @@ def test_tensors_on_several_devices_are_refused(device: str) -> None:
         with pytest.raises(InvalidArgument, match=f"v.device={device} must be that of q, cuda:0"):
             flashgen.attention(q, k, v.to(device))
         flashgen.attention(q, k, v)
-    with pytest.raises(InvalidArgument, match="key_lengths of key_padding is on cpu, q on cuda:0"):
+    with pytest.raises(InvalidArgument, match="keys of key_padding is on cpu, q on cuda:0"):
         flashgen.attention(q, k, v, mask=masks.key_padding(torch.tensor([3, 4])))
 
 

@@ -77,30 +77,43 @@ CASES: dict[str, dict[str, Any]] = {
     r"score_mod=\['softcap'\] must be None, a text .*, or a sequence of ScoreMods; .* makes one$": {
         "score_mod": ["softcap"]
     },
-    r"key_padding has no tensor for key_lengths; build it with one": {"mask": "key_padding"},
-    r"key_lengths of key_padding is on meta, q on cpu": {
+    r"key_padding has no tensor for keys; build it with one": {"mask": "key_padding"},
+    r"^keys of key_padding is on meta, q on cpu": {
         "mask": masks.key_padding(torch.ones(2, dtype=torch.int32, device="meta"))
     },
-    r"key_lengths of key_padding has shape \(1,\); axis 0 counts batch, which is 2; expand it to 2 there$": {
+    r"^keys of key_padding has shape \(1,\); axis 0 counts batch, which is 2; expand it to 2 there$": {
         "mask": masks.key_padding(torch.ones(1, dtype=torch.int32))
     },
-    r"key_keep of .* has shape \(2, 9\); axis 1 counts k_len, which is 8": {
+    r"^keys of .* has shape \(2, 9\); axis 1 counts k_len, which is 8": {
         "mask": masks.key_padding(torch.ones(2, 9, dtype=torch.bool))
     },
-    r"doc_ids of document has shape \(2, 9\); axis 1 counts k_len, which is 8; cut or pad it to 8 there$": {
+    r"^ids of document has shape \(2, 9\); axis 1 counts k_len, which is 8; cut or pad it to 8 there$": {
         "mask": masks.document(torch.ones(2, 9, dtype=torch.int64))
     },
-    r"doc_ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
+    r"^ids of document has shape \(1, 8\); axis 0 counts batch, which is 2": {
         "mask": masks.document(torch.ones(1, 8, dtype=torch.int64))
     },
-    r"doc_ends of document\(.ordered.\) has shape \(2, 2, 8\); axis 2, .* at least 9 .* in this call: pad": {
+    r"^cu_seqlens of document\(.ordered.\) has shape \(2, 2, 8\); axis 2, .* at least 9 .* call: pad": {
         "mask": masks.document("ordered").bind(torch.zeros(2, 2, 8, dtype=torch.int32))
     },
-    r"doc_ends of document\(.ordered.\) has shape \(2, 1, 9\); axis 1, of index 0, 1, needs at least 2": {
+    r"^cu_seqlens of document\(.ordered.\) has shape \(2, 1, 9\); axis 1, of index 0, 1, needs at least 2": {
         "mask": masks.document("ordered").bind(torch.zeros(2, 1, 9, dtype=torch.int32))
     },
-    r"doc_ends of .* has shape \(1, 2, 9\); axis 0 counts batch, which is 2": {
+    r"^cu_seqlens of .* one row .* packed into, and batch is 2; .* document\(ids\) with ids": {
         "mask": masks.document(cu_seqlens=torch.tensor([0, 3, 8]), length=8)
+    },
+    r"^cu_seqlens of .* has length=7, and k_len is 8; give length=8": {
+        **tensors(q=(1, 4, 6, 32), k=(1, 2, 8, 32), v=(1, 2, 8, 32)),
+        "mask": masks.causal() & masks.document(cu_seqlens=torch.tensor([0, 3, 7]), length=7),
+    },
+    r"^ids of document & document has shape \(2, 9\); axis 1": {
+        "mask": masks.document(torch.ones(2, 8, dtype=torch.int64))
+        & masks.document(torch.ones(2, 9, dtype=torch.int64)),
+    },
+    r"^doc_ids of .* has shape \(9,\); axis 0 counts k_len": {  # a rule of one's own, that has no arguments
+        "mask": masks.Mask(
+            Rule.parse("mask", "doc_ids[k_idx] > 0 where doc_ids: i32"), (), (torch.ones(9).int(),)
+        )
     },
     r"the grid \(3, 4\) of neighborhood has 12 positions, and k_len is 8: .*; pass 12 keys, or name the": {
         "mask": masks.neighborhood((3, 4), (3, 3))
@@ -115,13 +128,13 @@ CASES: dict[str, dict[str, Any]] = {
     r"prefix_lens of prefix_lm\(.i32.\) has shape \(3,\); axis 0 counts batch, which is 2": {
         "mask": masks.prefix_lm(torch.ones(3, dtype=torch.int32))
     },
-    r"kept of block_sparse\(.heads., 2\) has shape \(1, 3, 3, 4\); axis 1 counts heads, which is 4": {
+    r"^block_mask of block_sparse\(.heads., 2\) has shape \(1, 3, 3, 4\); axis 1 counts heads, which is 4": {
         "mask": masks.block_sparse(torch.ones(1, 3, 3, 4, dtype=torch.bool), 2)
     },
-    r"kept of .* has shape \(1, 1, 2, 4\); axis 2, of index q_idx // 2, needs at least 3 elements": {
+    r"^block_mask of .* has shape \(1, 1, 2, 4\); axis 2, of index q_idx // 2, needs at least 3 elements": {
         "mask": masks.block_sparse(torch.ones(1, 1, 2, 4, dtype=torch.bool), 2)
     },
-    r"kept of .* has shape \(1, 1, 2, 2\); axis 3, of index k_idx // 3, needs at least 3 elements": {
+    r"^block_mask of .* has shape \(1, 1, 2, 2\); axis 3, of index k_idx // 3, needs at least 3 elements": {
         "mask": ~masks.block_sparse(torch.ones(1, 1, 2, 2, dtype=torch.bool), 3)
     },
     r"slopes of alibi has shape \(2,\); axis 0 counts heads, which is 4": {
@@ -147,10 +160,10 @@ CASES: dict[str, dict[str, Any]] = {
             Rule.parse("mask", "ids[q_pos - 3] == k_idx where ids: i32"), (), (torch.ones(8).int(),)
         )
     },
-    r"key_lengths of .* must be torch.int32 with 1 .*, not .*int64 \(2,\); give its .to\(torch.int32\)$": {
+    r"^keys of .* must be torch.int32 with 1 .*, not .*int64 \(2,\); give its .to\(torch.int32\)$": {
         "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, dtype=torch.int64),))
     },
-    r"key_lengths of .* with 1 dimensions, not a tensor of torch.int32 \(2, 1\); reshape it$": {
+    r"^keys of .* with 1 dimensions, not a tensor of torch.int32 \(2, 1\); reshape it$": {
         "mask": masks.Mask(masks.key_padding().rule, (), (torch.ones(2, 1, dtype=torch.int32),))
     },
 }
@@ -229,7 +242,7 @@ def test_tensors_without_strides_are_refused_by_name(which: str, kind: str, grad
 def test_a_sparse_operand_is_refused_by_name(kind: str) -> None:
     keep = torch.ones(2, 8, dtype=torch.bool)
     mask = masks.key_padding(keep.to_sparse() if kind != "masked" else torch.masked.masked_tensor(keep, keep))
-    with pytest.raises(InvalidArgument, match=rf"key_keep of key_padding.* is {kind}; only dense"):
+    with pytest.raises(InvalidArgument, match=rf"keys of key_padding.* is {kind}; only dense"):
         attention(**GOOD, mask=mask)
 
 

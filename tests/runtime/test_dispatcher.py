@@ -279,13 +279,13 @@ def bad_values() -> dict[str, dict[str, object]]:
         "scale=nan must be finite": {"scale": math.nan},
         "scale=inf must be finite": {"scale": math.inf},
         r"scale=2e\+38 must be finite, and at most": {"scale": 2e38},
-        "key_keep of .* has shape \\(4, 63\\); axis 1 counts k_len, which is 64": {
+        "^keys of .* has shape \\(4, 63\\); axis 1 counts k_len, which is 64": {
             "mask": masks.key_padding(keep)
         },
-        "key_lengths of .* has shape \\(3,\\); axis 0 counts batch, which is 4": {
+        "^keys of .* has shape \\(3,\\); axis 0 counts batch, which is 4": {
             "mask": masks.key_padding(torch.tensor([1, 2, 3]))
         },
-        "key_padding has no tensor for key_lengths": {"mask": masks.key_padding()},
+        "key_padding has no tensor for keys": {"mask": masks.key_padding()},
         "mask=<function .*> must be None, a name": {"mask": lambda b, h, q, k: q >= k},
         "unknown mask 'diagonal'; known: block_sparse, ": {"mask": "diagonal"},
         "score_mod=3 must be None": {"score_mod": 3},
