@@ -168,9 +168,9 @@ class _Shown:
 
             record = best_record(workload, target, facts, db=url)
             if record is not None and (family is None or record.config.family == family):
-                modelled = record.measurement.source == "model"
-                how = "ranked by a model" if modelled else f"{record.median_us:.1f} us"
-                chosen = f"best record: {how} at {record.workload.name}, {record.created_at[:10]}"
+                from flashgen.runtime.policy import whence
+
+                chosen = f"best record, {whence(record, workload)}, {record.created_at[:10]}"
                 return cls(spec, record.config, target, facts, chosen)
             name = "default"
         if name == "default":

@@ -224,7 +224,7 @@ def _of(request: Request, sources: Sequence[Source], steps: list[Step]) -> Itera
             distance = bucket.distance(record.workload.bucket())
             modelled = record.measurement.source == "model"
             exact = not distance and not modelled
-            note = "; ".join([_note(record, distance), *source.marks(record)])
+            note = "; ".join([whence(record, request.workload), *source.marks(record)])
             near = bool(distance) and not source.place
             candidate = _Candidate(source.label, source.load, record.config, record, note, exact, near)
             found.append(((distance, modelled), place, candidate))
@@ -235,7 +235,9 @@ def _of(request: Request, sources: Sequence[Source], steps: list[Step]) -> Itera
     steps += without.values()
 
 
-def _note(record: Record, distance: float) -> str:
+def whence(record: Record, workload: Workload) -> str:
+    """How near to a workload a record was made, how and where."""
+    distance = workload.bucket().distance(record.workload.bucket())
     where = "exact bucket" if not distance else f"nearest bucket, {distance:.3g} octaves away"
     modelled = record.measurement.source == "model"
     how = "ranked by a model" if modelled else f"measured {record.median_us:.1f} us"

@@ -289,8 +289,11 @@ def test_show_says_what_it_shows() -> None:
 
     best, tunables, which = told("--suite", "llama3-8b")
     assert re.fullmatch(
-        r"showing c\dx\d\w+, best record: [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-\d\d", best
+        r"showing c\dx\d\w+, best record, exact bucket: measured [\d.]+ us at b\d+h32kv8q\d+k\d+, 2026-11-..",
+        best,
     )
+    near, *_ = told("--head-dim", "128", "--mask", "causal", "--batch", "3", "--heads", "5")
+    assert re.search(r", best record, nearest bucket, [\d.]+ octaves away: measured [\d.]+ us at b\d", near)
     assert re.fullmatch(r"  consumers \d, programs \d, block_n \d+, .*, schedule [a-z]+", tunables)
     assert re.fullmatch(r"for b\d+h32kv8q\d+k\d+ of \[fwd d128 bf16 .*\], 1 of 12 workloads", which)
     sizes = ["--head-dim", "40", "--seq", "64"]
