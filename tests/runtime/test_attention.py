@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import flashgen
@@ -354,6 +355,19 @@ def test_explain_of_cpu_tensors_says_how_to_ask_of_a_gpu(gradient: bool) -> None
     (step,) = flashgen.explain(q.requires_grad_(gradient), k, v).steps
     assert "kernels run on CUDA, the tensors are on cpu; what a GPU runs say " in step.reason
     assert "`flashgen explain --target NAME`" in step.reason and "explain_workload(workload, " in step.reason
+
+
+def test_cpu_tensors_have_the_second_derivative_that_torch_has() -> None:
+    """As the README says."""
+    q, k, v = (torch.randn(1, 2, 5, 16, dtype=torch.float32) for _ in range(3))
+    found = []
+    for attend in (flashgen.attention, F.scaled_dot_product_attention):
+        leaf = q.clone().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            (dq,) = torch.autograd.grad(attend(leaf, k, v).square().sum(), leaf, create_graph=True)
+            found += torch.autograd.grad(dq.square().sum(), leaf)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
 
 
 # Its memory
